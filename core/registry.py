@@ -1,0 +1,225 @@
+"""Names to classes: of the house, of installed packages (entry points) and of single plugin files.
+
+One `Registry` serves attention variants, and one serves tasks; both follow the same rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from core.attention import Attention
+from core.errors import ConfigError, PluginError, RegistrationError, UnknownNameError
+
+T = TypeVar("T")
+SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A plugin that cannot be used: where it comes from, why, and the error that it raised."""
+
+    source: str
+    reason: str
+    error: BaseException
+
+
+class Registry(Generic[T]):
+    """The classes of one kind, by name.
+
+    Args:
+        kind: the word for messages ("variant", "task").
+        base: what a class must derive from.
+        group: the entry point group through which installed packages take part.
+    """
+
+    def __init__(self, kind: str, base: type[T], group: str) -> None:
+        self.kind = kind
+        self.base = base
+        self.group = group
+        self.broken: dict[str, Broken] = {}
+        self._classes: dict[str, type[T]] = {}
+        self._sources: dict[str, str] = {}
+        self._tried: set[tuple[str, str, str]] = set()
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Class decorator that makes a class available under `name` (lower snake case).
+
+        Raises:
+            RegistrationError: a malformed name, a class of another kind, or a name that another class has. Running the
+                same definition again (a notebook cell) replaces it.
+        """
+        if not isinstance(name, str) or not SNAKE_CASE.fullmatch(name):
+            raise RegistrationError(f"{self.kind} name must be lower snake case such as 'top_p', got {name!r}")
+
+        def add(cls: type[T]) -> type[T]:
+            if not (isinstance(cls, type) and issubclass(cls, self.base)):
+                raise RegistrationError(f"{self.kind} {name!r}: must be a subclass of {self.base.__name__}, got {cls!r}")
+            taken = self._classes.get(name)
+            if taken is not None and _definition(taken) != _definition(cls):
+                raise RegistrationError(
+                    f"{self.kind} {name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
+                    f"{cls.__module__}.{cls.__qualname__} needs another name"
+                )
+            cls.name = name  # type: ignore[attr-defined]
+            self._classes[name] = cls
+            self.broken.pop(name, None)
+            return cls
+
+        return add
+
+    def names(self) -> list[str]:
+        """Sorted names of what can be built now; what cannot is in `broken`."""
+        self._load_entry_points()
+        return sorted(self._classes)
+
+    def source(self, name: str) -> str:
+        """Where a class comes from: a distribution and its version, or a module."""
+        return self._sources.get(name) or self.get(name).__module__
+
+    def get(self, name: str) -> type[T]:
+        """The class of that name.
+
+        Raises:
+            UnknownNameError: with close matches and the whole list.
+            PluginError: the plugin of that name is broken; its own error is chained.
+        """
+        if name not in self._classes:
+            self._load_entry_points()
+        if name in self._classes:
+            return self._classes[name]
+        if name in self.broken:
+            broken = self.broken[name]
+            raise PluginError(f"{self.kind} {name!r} from {broken.source} is broken: {broken.reason}") from broken.error
+        raise UnknownNameError(
+            unknown_name(self.kind, name, sorted(self._classes))
+            + "; a package whose entry points were edited must be installed again"
+        )
+
+    def _load_entry_points(self) -> None:
+        for entry in importlib.metadata.entry_points(group=self.group):
+            distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
+            key = (entry.name, entry.value, distribution)
+            if key in self._tried:  # an editable install can list the same entry twice
+                continue
+            self._tried.add(key)
+            try:
+                with quiet_import():
+                    entry.load()
+                if entry.name not in self._classes:
+                    raise PluginError(f"{entry.value} registers no {self.kind} named {entry.name!r}")
+                self._sources[entry.name] = distribution
+            except (Exception, SystemExit) as error:  # one broken package must not break the others
+                self.broken[entry.name] = Broken(distribution, reason(error), error)
+
+
+def unknown_name(what: str, name: object, known: list[str]) -> str:
+    """The message for a name that does not exist: close matches, then the list."""
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
+    return f"unknown {what} {name!r}{hint} (there are: {', '.join(known) or 'none'})"
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, with its class."""
+    if isinstance(error, SystemExit):
+        return f"it exits on import (SystemExit {error.code})"
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """What a plugin prints on import goes to standard error: standard output may be read by a machine."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def load_plugin(path: str | Path) -> None:
+    """Import a plugin file, which registers what it holds. A file is imported once a process.
+
+    Raises:
+        PluginError: no such file, or an import that raises or exits; its own error is chained.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise PluginError(f"plugin {path}: no such file")
+    if file.suffix != ".py":
+        raise PluginError(f"plugin {path}: must be a Python file (.py)")
+    name = f"attention_plugin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # a .py file has both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, so that pickle finds its classes
+    try:
+        with quiet_import():
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise PluginError(f"plugin {path}: {reason(error)}") from error
+
+
+def _definition(cls: type) -> tuple[str, str]:
+    """What makes two classes the same definition: the file (or the notebook) and the qualified name."""
+    try:
+        place = str(Path(inspect.getfile(cls)).resolve())
+    except (TypeError, OSError):
+        place = cls.__module__
+    return place, cls.__qualname__
+
+
+variants: Registry[Attention] = Registry("variant", Attention, "attention_variants")
+register = variants.register
+names = variants.names
+get = variants.get
+
+
+def make_config(cls: type, settings: dict[str, Any]) -> Any:
+    """The class's own `Config` from plain settings.
+
+    Raises:
+        ConfigError: one line naming the setting, what it was and what is allowed.
+    """
+    try:
+        return cls.Config(**settings)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ConfigError(f"{cls.name}: {config_errors(cls, error)}") from error  # type: ignore[attr-defined]
+
+
+def config_errors(cls: type, error: ValidationError) -> str:
+    """Pydantic's findings in one line."""
+    lines = []
+    for found in error.errors(include_url=False):
+        where = ".".join(str(part) for part in found["loc"]) or "config"
+        if found["type"] == "extra_forbidden":
+            lines.append(unknown_name("setting", where, sorted(cls.Config.model_fields)))  # type: ignore[attr-defined]
+        else:
+            lines.append(f"{where}: {found['msg']}, got {found['input']!r}")
+    return "; ".join(lines)
+
+
+def build(variant: str, *, num_heads: int, head_dim: int, **config: Any) -> Attention:
+    """An attention module on projected heads; extra arguments are its settings.
+
+    Raises:
+        UnknownNameError, PluginError: no such variant, or a broken one.
+        ConfigError: a size below 1, an unknown setting, or one outside its limits.
+    """
+    cls = get(variant)
+    for size_name, size in (("num_heads", num_heads), ("head_dim", head_dim)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{variant}: {size_name} must be an integer of at least 1, got {size!r}")
+    return cls(num_heads, head_dim, make_config(cls, config))
