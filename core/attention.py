@@ -116,10 +116,7 @@ class Attention(nn.Module):
             return AttentionOutput(
                 nothing.expand(-1, -1, -1, v.shape[-1]), nothing.expand(-1, -1, -1, S) if need_weights else None
             )
-        # Half-precision inputs are widened on purpose in the softmax and the sums; autocast would undo that.
-        device = q.device.type
-        widened = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if widened else contextlib.nullcontext():
+        with no_autocast(q.device.type):
             return AttentionOutput(*self.attend(q, k, v, mask, need_weights))
 
     def step(
@@ -137,9 +134,11 @@ class Attention(nn.Module):
 
         Raises:
             MaskError: this variant does not claim decoding.
+            ShapeError: new tokens that do not fit each other or the state.
         """
         if not self.spec.decode:
             raise MaskError(f"{self.name}: does not decode step by step (its Spec does not claim it)")
+        self._check(q, k, v, Mask(causal=True, keys=keys))
         state = KeyValueState(k, v, keys) if state is None else state.extend(k, v, keys)
         return self(q, state.k, state.v, Mask(causal=True, keys=state.keys)).out, state
 
@@ -179,6 +178,13 @@ class Attention(nn.Module):
         ):
             if given and not claimed:
                 raise MaskError(f"{self.name}: cannot honour {what} (its Spec does not claim it)")
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Half-precision inputs are widened on purpose in the softmax and in sums; autocast would undo that."""
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from core.errors import ShapeError
+
 
 class KeyValueState(NamedTuple):
     """Keys and values seen so far: k (B, Hkv, S, D), v (B, Hkv, S, Dv), keys bool (B, S) or None where all may be seen."""
@@ -21,7 +23,14 @@ class KeyValueState(NamedTuple):
         return sum(part.nbytes for part in self if part is not None)
 
     def extend(self, k: Tensor, v: Tensor, keys: Tensor | None) -> KeyValueState:
-        """This state followed by new tokens."""
+        """This state followed by new tokens.
+
+        Raises:
+            ShapeError: another batch, number of heads or dim than the state holds.
+        """
+        for name, held, given in (("k", self.k, k), ("v", self.v, v)):
+            if held.shape[:2] != given.shape[:2] or held.shape[3] != given.shape[3]:
+                raise ShapeError(f"state {name}: holds shape {tuple(held.shape)}, got new tokens {tuple(given.shape)}")
         seen = None
         if self.keys is not None or keys is not None:
             seen = torch.cat([_all_true(self.keys, self.k), _all_true(keys, k)], dim=1)

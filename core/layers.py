@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -112,7 +113,7 @@ class MultiHeadAttention(nn.Module):
             q = F.linear(x, weight[: sizes[0]], None if bias is None else bias[: sizes[0]])
             kv = F.linear(context, weight[sizes[0] :], None if bias is None else bias[sizes[0] :])
             k, v = kv.split(sizes[1:], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (rearrange(part, "b l (h d) -> b h l d", d=self.head_dim) for part in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary(q, offset), self.rotary(k, offset)
         return q, k, v
@@ -121,7 +122,7 @@ class MultiHeadAttention(nn.Module):
         return self.attention(q, k, v, mask).out
 
     def _output(self, out: Tensor) -> Tensor:
-        return F.dropout(self.out_proj(out.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return F.dropout(self.out_proj(rearrange(out, "b h l d -> b l (h d)")), self.dropout, self.training)
 
 
 def check_heads(model_dim: int, num_heads: int, num_kv_heads: int) -> None:

@@ -51,7 +51,8 @@ class Mask:
                 raise MaskError(f"mask pairs: must be (L, S) or (B, H, L, S), got shape {tuple(self.pairs.shape)}{hint}")
 
     def __and__(self, other: Mask) -> Mask:
-        return Mask(self.causal or other.causal, _both(self.keys, other.keys), _both(self.pairs, other.pairs))
+        keys, pairs = _both("keys", self.keys, other.keys), _both("pairs", self.pairs, other.pairs)
+        return Mask(self.causal or other.causal, keys, pairs)
 
     def check(self, B: int, H: int, L: int, S: int) -> None:
         """Refuse a mask that does not fit (B, H, L, S). Axes of `pairs` may be 1; those of `keys` may not.
@@ -113,9 +114,13 @@ class Mask:
         return seen.unsqueeze(0) if seen.dim() == 1 else seen.any(dim=1)
 
 
-def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _both(name: str, a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
+    # Only a 4-D mask has axes that may be 1.
+    sizes = zip(reversed(a.shape), reversed(b.shape), strict=False)
+    if a.shape != b.shape and (max(a.dim(), b.dim()) == 2 or any(x != y and 1 not in (x, y) for x, y in sizes)):
+        raise MaskError(f"mask {name}: cannot combine shape {tuple(a.shape)} with {tuple(b.shape)}")
     return a & b
 
 

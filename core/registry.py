@@ -25,6 +25,7 @@ from core.errors import ConfigError, PluginError, RegistrationError, UnknownName
 
 T = TypeVar("T")
 SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_registries: list[Registry[Any]] = []
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
         self._sources: dict[str, str] = {}
         self._tried: set[tuple[str, str, str]] = set()
+        _registries.append(self)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Class decorator that makes a class available under `name` (lower snake case).
@@ -108,6 +110,11 @@ class Registry(Generic[T]):
             + "; a package whose entry points were edited must be installed again"
         )
 
+    def forget(self, module: str) -> None:
+        """Drop what a module registered before its import failed."""
+        for name in [name for name, cls in self._classes.items() if cls.__module__ == module]:
+            del self._classes[name]
+
     def _load_entry_points(self) -> None:
         for entry in importlib.metadata.entry_points(group=self.group):
             distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
@@ -122,6 +129,8 @@ class Registry(Generic[T]):
                     raise PluginError(f"{entry.value} registers no {self.kind} named {entry.name!r}")
                 self._sources[entry.name] = distribution
             except (Exception, SystemExit) as error:  # one broken package must not break the others
+                if entry.module not in sys.modules:
+                    self.forget(entry.module)
                 self.broken[entry.name] = Broken(distribution, reason(error), error)
 
 
@@ -161,7 +170,8 @@ def load_plugin(path: str | Path) -> None:
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # a .py file has both
+    assert spec is not None  # a .py file has both
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that pickle finds its classes
     try:
@@ -169,6 +179,8 @@ def load_plugin(path: str | Path) -> None:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
+        for registry in _registries:
+            registry.forget(name)
         raise PluginError(f"plugin {path}: {reason(error)}") from error
 
 

@@ -31,5 +31,5 @@ def tunable(
         raise TypeError("tunable: give low and high, or choices, not both")
     if (low is None) != (high is None):
         raise TypeError("tunable: low and high go together")
-    search = {"choices": choices} if choices is not None else {"low": low, "high": high, "log": log}
+    search: Any = {"choices": choices} if choices is not None else {"low": low, "high": high, "log": log}
     return Field(default, json_schema_extra={"search": search}, **limits)

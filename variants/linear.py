@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.attention import expand_heads
+from core import Attention, AttentionConfig, AttentionOutput, Mask, ShapeError, Spec, register, tunable
+from core.attention import expand_heads, no_autocast
 from core.functional import accumulate_dtype, average
 
 CHUNK = 64
@@ -82,9 +82,7 @@ class Linear(Attention):
         out, _ = _causal(q_features, k_features[..., start:, :], values[..., start:, :], state)
         return AttentionOutput(out.to(q.dtype), None)
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None
-    ) -> tuple[Tensor, LinearState]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, Any]:
         """As the base, but what is kept has a constant size."""
         self._check(q, k, v, Mask(causal=True, keys=keys))
         if keys is not None:
@@ -93,9 +91,11 @@ class Linear(Attention):
         k_features, values = self.features(expand_heads(k, q.shape[1])), _with_ones(expand_heads(v, q.shape[1]))
         if keys is not None:
             k_features = k_features.masked_fill(hidden, 0.0)
-        if state is None:
-            state = LinearState(k_features[..., :0, :].transpose(-2, -1) @ values[..., :0, :])
-        out, sums = _causal(self.features(q), k_features, values, state.sums)
+        with no_autocast(q.device.type):
+            sums = k_features[..., :0, :].transpose(-2, -1) @ values[..., :0, :]
+            if state is not None and state.sums.shape != sums.shape:
+                raise ShapeError(f"linear: state holds {tuple(state.sums.shape)}, must be {tuple(sums.shape)}")
+            out, sums = _causal(self.features(q), k_features, values, sums if state is None else state.sums)
         return out.to(q.dtype), LinearState(sums)
 
 
@@ -111,8 +111,7 @@ def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def _causal(q: Tensor, k: Tensor, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Features (B, H, L, F) and [v, 1] of the same L tokens after `state` (B, H, F, Dv + 1) -> out and the new state."""
-    L = q.shape[-2]
-    tail = -L % CHUNK
+    L, tail = q.shape[-2], -q.shape[-2] % CHUNK
     q, k, values = (F.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, CHUNK)) for x in (q, k, values))
     sums = torch.cat([state.unsqueeze(2), k.transpose(-2, -1) @ values], dim=2).cumsum(2)
     out = q @ sums[:, :, :-1] + (q @ k.transpose(-2, -1)).tril() @ values

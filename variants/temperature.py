@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
 from core.backends import dense_attention
-from core.functional import average, masked_softmax, scaled_scores
+from core.functional import accumulate_dtype, average, masked_softmax, scaled_scores
 
 LOW, HIGH = 0.01, 100.0
 
@@ -54,14 +54,14 @@ class Temperature(Attention):
 
     def temperature(self) -> Tensor:
         """The learned temperature now, (H or 1, 1, 1), between LOW and HIGH."""
-        return LOW * (HIGH / LOW) ** torch.sigmoid(self.position.float())
+        return LOW * (HIGH / LOW) ** torch.sigmoid(self.position.to(accumulate_dtype(self.position.dtype)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         learned = self.config.learn != "none"
         # A learned temperature is folded into q; in float16 that could overflow, so there the scores are widened instead.
         if need_weights or (learned and q.dtype == torch.float16):
             self.backend_used = "math"
-            temperature = self.temperature() if learned else self.config.temperature
+            temperature = self.temperature().to(accumulate_dtype(q.dtype)) if learned else self.config.temperature
             visible = mask.visible(q.shape[-2], k.shape[-2], q.device)
             weights = masked_softmax(scaled_scores(q, k, temperature), visible)
             return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
@@ -48,5 +49,5 @@ class TopK(Attention):
         # torch.topk breaks ties differently by length, so only its threshold is used, never its indices.
         threshold = scores.topk(self.config.keep, dim=-1).values[..., -1:]
         above, equal = scores > threshold, scores == threshold
-        room = self.config.keep - above.sum(-1, keepdim=True)
-        return above | (equal & (equal.cumsum(-1) <= room))
+        room = self.config.keep - above.sum(-1, keepdim=True, dtype=torch.int32)
+        return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))

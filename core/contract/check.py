@@ -1,0 +1,133 @@
+"""Runs the rules on one variant: at its default settings, in its limit, and at a few drawn from its search ranges."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from core.attention import Attention, AttentionConfig
+from core.contract.report import Report, Result, settings_line
+from core.contract.rules import RULES, Rule
+from core.contract.subject import NotClaimedError, Subject, ViolationError
+from core.errors import UnknownNameError
+from core.registry import get, make_config, reason, unknown_name
+
+DRAWN_CONFIGS = 2  # as many as the longest list of choices where that is longer, up to MOST_CONFIGS
+MOST_CONFIGS = 4
+SMALL = 6  # a window of 200 hides nothing among 9 keys, so one drawn config keeps its whole numbers this small
+
+
+def check(
+    variant: str | type[Attention],
+    *,
+    seeds: Sequence[int] = (0,),
+    configs: Sequence[AttentionConfig | dict[str, Any]] | None = None,
+    rules: Sequence[str] | None = None,
+) -> Report:
+    """Run the contract suite on one variant.
+
+    Args:
+        variant: a registered name, or an Attention subclass, registered or not.
+        seeds: for the inputs, the parameters and the drawn settings.
+        configs: settings to check at; None: the default ones, those of `spec.equals_standard_when`, and two drawn ones.
+        rules: names of the rules to run; None: all.
+
+    Raises:
+        UnknownNameError, PluginError: no such variant or rule, or a broken plugin.
+        ConfigError: settings in `configs` that the variant refuses.
+    """
+    cls = get(variant) if isinstance(variant, str) else variant
+    chosen = _choose_rules(rules)
+    given = None
+    if configs is not None:
+        given = [config if isinstance(config, AttentionConfig) else make_config(cls, dict(config)) for config in configs]
+    # Parameters that a variant draws come from the global generator, which is the caller's.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        cases = [(config, seed) for seed in seeds for config in given or standard_configs(cls, seed)]
+        results = [_run(rule, cls, cases) for rule in chosen]
+    unique = list({settings_line(_plain(config)): _plain(config) for config, _ in cases}.values())
+    return Report(cls.name or cls.__name__, unique, list(seeds), results)
+
+
+def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
+    """The default, the limit that equals standard, and drawn settings; each once."""
+    configs = [cls.Config()]
+    if cls.spec.equals_standard_when is not None:
+        configs.append(make_config(cls, dict(cls.spec.equals_standard_when)))
+    source = random.Random(seed)
+    choices = [len(search["choices"]) for search in searches(cls).values() if "choices" in search]
+    for number in range(min(max([DRAWN_CONFIGS, *choices]), MOST_CONFIGS)):
+        for _ in range(20):  # settings drawn one by one may be refused together
+            try:
+                configs.append(cls.Config(**draw_settings(cls, source, number)))
+                break
+            except ValidationError:
+                continue
+    unique: list[AttentionConfig] = []
+    for config in configs:
+        if config not in unique:
+            unique.append(config)
+    return unique
+
+
+def searches(cls: type[Attention]) -> dict[str, Any]:
+    """The search range of every `tunable` field."""
+    extras = {name: field.json_schema_extra for name, field in cls.Config.model_fields.items()}
+    return {name: extra["search"] for name, extra in extras.items() if isinstance(extra, dict) and "search" in extra}
+
+
+def draw_settings(cls: type[Attention], source: random.Random, number: int) -> dict[str, Any]:
+    """A value from every search range; whole numbers stay small in the first draw, and choices take turns."""
+    settings = {}
+    for name, search in searches(cls).items():
+        if "choices" in search:
+            settings[name] = search["choices"][number % len(search["choices"])]
+            continue
+        low, high = search["low"], search["high"]
+        if isinstance(low, int) and isinstance(high, int):
+            settings[name] = source.randint(low, max(low, min(high, SMALL)) if number == 0 else high)
+        elif search.get("log"):
+            settings[name] = math.exp(source.uniform(math.log(low), math.log(high)))
+        else:
+            settings[name] = source.uniform(low, high)
+    return settings
+
+
+def _choose_rules(names: Sequence[str] | None) -> list[Rule]:
+    if names is None:
+        return list(RULES)
+    by_name = {rule.__name__: rule for rule in RULES}
+    for name in names:
+        if name not in by_name:
+            raise UnknownNameError(unknown_name("rule", name, list(by_name)))
+    return [by_name[name] for name in names]
+
+
+def _plain(config: AttentionConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")
+
+
+def _run(rule: Rule, cls: type[Attention], cases: list[tuple[AttentionConfig, int]]) -> Result:
+    """One rule over all cases, up to the first failure: one witness is enough to look at."""
+    name = rule.__name__
+    unclaimed, claimed = "", False
+    for config, seed in cases:
+        subject = Subject(cls, config, seed, salt=name)
+        try:
+            rule(subject)
+            claimed = True
+        except NotClaimedError as error:
+            unclaimed = str(error)
+        except Exception as error:  # whatever a variant raises is a finding about the variant
+            witness = str(error) if isinstance(error, ViolationError) else f"raised {reason(error)}"
+            settings = _plain(config)
+            where = f"config {settings_line(settings)}, seed {seed}, {subject.sizes}".rstrip(", ")
+            return Result(name, False, True, settings, f"{witness}; {where}")
+    return Result(name, True, claimed, None, "" if claimed else unclaimed)

@@ -1,0 +1,253 @@
+"""Rules on inputs: shapes, dtypes, memory layout, device, and what must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from core.contract.subject import NotClaimedError, Subject, ViolationError, demand, gradients, leaves, near
+from core.mask import Mask
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def shapes_and_dtypes(subject: Subject) -> None:
+    """out is (B, H, L, Dv) in the dtype of q; weights are (B, H, L, S), only when asked for; sizes may be 0."""
+    B, H, Dv = 3, 4, subject.value_dim
+    lengths = [(7, 7), (1, 1)]
+    lengths += [(7, 9), (9, 7), (5, 0)] if subject.spec.cross else []
+    for dtype in DTYPES:
+        module = subject.module(dtype=dtype)
+        for L, S in lengths:
+            q, k, v = subject.qkv(B, L=L, S=S, Hkv=2, dtype=dtype)
+            for need_weights in (False, True):
+                result = module(q, k, v, None, need_weights)
+                demand(
+                    isinstance(result, tuple) and len(result) == 2,
+                    f"returned {type(result).__name__}, not (out, weights)",
+                )
+                out, weights = result
+                demand(out.dtype == dtype, f"out is {out.dtype} for inputs of {dtype}")
+                demand(tuple(out.shape) == (B, H, L, Dv), f"out has shape {tuple(out.shape)} instead of {(B, H, L, Dv)}")
+                if not need_weights:
+                    demand(weights is None, "weights are returned without being asked for")
+                    continue
+                demand(weights is not None, "weights are None although need_weights is True")
+                demand(
+                    tuple(weights.shape) == (B, H, L, S),
+                    f"weights have shape {tuple(weights.shape)} instead of {(B, H, L, S)}",
+                )
+                demand(weights.is_floating_point(), f"weights are {weights.dtype}")
+                demand(bool(S) or not out.any(), "out is not 0 although there is no key")
+    for B, L in ((0, 7), (3, 0)):
+        q, k, v = subject.qkv(B, L=L)
+        out = subject.module()(q, k, v).out
+        demand(out.shape == (B, H, L, Dv), f"out has shape {tuple(out.shape)} instead of {(B, H, L, Dv)}")
+
+
+def heads_are_interleaved(subject: Subject) -> None:
+    """Query head h uses key/value head h // (H / Hkv): equal to expanding k and v by hand, in values and gradients."""
+    for H, Hkv in ((4, 2), (6, 3), (4, 1)):
+        module = subject.module(H)
+        owner = torch.tensor([h // (H // Hkv) for h in range(H)])
+        for name, mask in subject.masks(3, H, 7, 7):
+            q, k, v = leaves(*subject.qkv(H=H, Hkv=Hkv))
+            direction = subject.draw(*q.shape[:3], v.shape[-1])
+            for need_weights in (False, True):
+                got = module(q, k, v, mask, need_weights).out
+                want = module(q, k[:, owner], v[:, owner], mask, need_weights).out
+                near(got, want, f"{name}: out with {Hkv} key/value heads, against head h // {H // Hkv}")
+                pairs = zip("qkv", gradients(got, (q, k, v), direction), gradients(want, (q, k, v), direction), strict=True)
+                for which, grad, expected in pairs:
+                    near(grad, expected, f"{name}: gradient of {which} with {Hkv} key/value heads")
+
+
+def unclaimed_is_refused(subject: Subject) -> None:
+    """What the Spec does not claim raises ValueError before anything is computed."""
+    spec, keys = subject.spec, torch.ones(3, 7, dtype=torch.bool)
+    pairs = torch.ones(7, 7, dtype=torch.bool)
+    square, wide, tall = subject.qkv(), subject.qkv(L=5, S=7), subject.qkv(L=7, S=5)
+    cases = [
+        (spec.causal, "a causal mask", square, Mask(causal=True)),
+        (spec.padding, "a padding mask", square, Mask(keys=keys)),
+        (spec.pairs, "a pair mask", square, Mask(pairs=pairs)),
+        (spec.cross, "cross-attention", wide, Mask()),
+        (spec.cross, "cross-attention", tall, Mask()),
+        (spec.causal and spec.decode, "causal attention with L != S", wide, Mask(causal=True)),
+        (spec.causal and spec.decode, "causal attention with L != S", tall, Mask(causal=True)),
+    ]
+    if all(claimed for claimed, *_ in cases) and spec.decode:
+        raise NotClaimedError("everything is claimed, so nothing is refused")
+    module = subject.module()
+    for claimed, what, (q, k, v), mask in cases:
+        if not claimed:
+            _refused(module, what, lambda q=q, k=k, v=v, mask=mask: module(q, k, v, mask))  # type: ignore[misc]
+    if not spec.decode:
+        q, k, v = square
+        _refused(module, "step", lambda: module.step(q, k, v, None))
+
+
+def bad_input_is_refused(subject: Subject) -> None:
+    """Heads, dims, lengths, dtypes and masks that do not fit raise ValueError before anything is computed."""
+    q, k, v = subject.qkv()
+    module = subject.module()
+    cases: list[tuple[str, tuple[Tensor, Tensor, Tensor], Mask]] = [
+        ("3 heads for a module of 4", (q[:, :3], k, v), Mask()),
+        ("3 key/value heads for 4 query heads", (q, k[:, :3], v[:, :3]), Mask()),
+        ("k with 2 heads and v with 4", (q, k[:, :2], v), Mask()),
+        ("head dim 6 for a module of 8", (q[..., :6], k[..., :6], v), Mask()),
+        ("head dims 8 of q and 6 of k", (q, k[..., :6], v), Mask()),
+        ("lengths 7 of k and 6 of v", (q, k, v[:, :, :6]), Mask()),
+        ("batches 3 of q and 1 of k", (q, k[:1], v[:1]), Mask()),
+        ("batches 3 of q and k and 1 of v", (q, k, v[:1]), Mask()),
+        ("k in another dtype", (q, k.float(), v), Mask()),
+        ("v in another dtype", (q, k, v.float()), Mask()),
+        ("whole numbers", (q.long(), k.long(), v.long()), Mask()),
+        ("three axes", (q[0], k[0], v[0]), Mask()),
+    ]
+    if subject.spec.padding:
+        cases.append(("keys (1, 7) for a batch of 3", (q, k, v), Mask(keys=torch.ones(1, 7, dtype=torch.bool))))
+        cases.append(("keys (3, 6) for 7 keys", (q, k, v), Mask(keys=torch.ones(3, 6, dtype=torch.bool))))
+    if subject.spec.pairs:
+        cases.append(("pairs (7, 6) for L 7, S 7", (q, k, v), Mask(pairs=torch.ones(7, 6, dtype=torch.bool))))
+        cases.append(("pairs (2, 1, 7, 7) for a batch of 3", (q, k, v), Mask(pairs=torch.ones(2, 1, 7, 7).bool())))
+    for what, (a, b, c), mask in cases:
+        _refused(module, what, lambda a=a, b=b, c=c, mask=mask: module(a, b, c, mask))  # type: ignore[misc]
+
+
+def _refused(module: torch.nn.Module, what: str, call: Callable[[], object]) -> None:
+    computed = []
+
+    def attend(*arguments: object) -> None:
+        computed.append(True)
+        raise ValueError
+
+    original = module.attend
+    module.attend = attend  # type: ignore[assignment]
+    try:
+        call()
+    except ValueError:
+        demand(not computed, f"{what}: computed before it is refused")
+    except Exception as error:
+        demand(False, f"{what}: must raise a ValueError, raised {type(error).__name__}: {error}")
+    else:
+        demand(False, f"{what}: is accepted")
+    finally:
+        module.attend = original
+
+
+def inputs_unchanged(subject: Subject) -> None:
+    """Forward and backward leave q, k, v and the mask as they are, bit by bit."""
+    module = subject.module()
+    for name, mask in subject.masks(3, 4, 7, 7):
+        parts = leaves(*subject.qkv())
+        tensors = {**dict(zip("qkv", parts, strict=True)), "mask.keys": mask.keys, "mask.pairs": mask.pairs}
+        before = {which: tensor.detach().clone() for which, tensor in tensors.items() if tensor is not None}
+        for need_weights in (False, True):
+            # Non-leaf views, since a change in place of a leaf would raise instead of being seen.
+            q, k, v = (part.view_as(part) for part in parts)
+            out = module(q, k, v, mask, need_weights).out
+            gradients(out, parts, torch.ones_like(out))
+            with torch.no_grad():
+                module(*parts, mask, need_weights)
+            for which, tensor in before.items():
+                now = tensors[which]
+                assert now is not None  # `before` holds only what is there
+                demand(torch.equal(now, tensor), f"{name}: {which} is modified")
+
+
+def memory_layout(subject: Subject) -> None:
+    """Transposed, expanded, strided and offset inputs and masks give what contiguous ones give."""
+    module = subject.module()
+    B, H, L = 3, 4, 7
+
+    def transposed(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
+
+    def offset(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :, :1] + 5, x], dim=2)[:, :, 1:]
+
+    def expanded(x: Tensor) -> Tensor:
+        return x[:, :1].expand(x.shape)
+
+    for name, mask in subject.masks(B, H, L, L):
+        q, k, v = subject.qkv(B, H, L=L)
+        keys = None if mask.keys is None else torch.stack([mask.keys, ~mask.keys], dim=-1).flatten(1)[:, ::2]
+        pairs = None if mask.pairs is None else mask.pairs.transpose(-2, -1).contiguous().transpose(-2, -1)
+        for how in (transposed, strided, offset, expanded):
+            if how is expanded:
+                k, v = k[:, :1].repeat(1, H, 1, 1), v[:, :1].repeat(1, H, 1, 1)
+            for need_weights in (False, True):
+                want = module(q, k, v, mask, need_weights)
+                laid = q if how is expanded else how(q)
+                got = module(laid, how(k), how(v), Mask(mask.causal, keys, pairs), need_weights)
+                near(got.out, want.out, f"{name}: out of {how.__name__} inputs")
+                if got.weights is not None and want.weights is not None:
+                    near(got.weights, want.weights, f"{name}: weights of {how.__name__} inputs")
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses an operation that mixes devices. `meta` itself lets some through, such as a matrix product."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Numbers live anywhere, copies are what changes devices, and an index may be on the CPU.
+        if func.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.index):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor) and one.dim() > 0 and one.device.type != self.device:
+                    raise ViolationError(f"{func} gets a tensor on {one.device} where the inputs are on {self.device}")
+        return func(*args, **(kwargs or {}))
+
+
+def follows_device(subject: Subject) -> None:
+    """Every tensor is on the device of the inputs, forward and backward: on `meta`, and on CUDA where there is one."""
+    ran = torch.cuda.is_available()
+    if ran:
+        _on_device(subject, "cuda")
+    try:
+        _on_device(subject, "meta")
+        ran = True
+    except (RuntimeError, NotImplementedError) as error:
+        # A mechanism that must read data (`.item()`) cannot run where there is none; that alone is no fault.
+        if "item()" not in str(error) and "no data" not in str(error):
+            raise
+    if not ran:
+        raise NotClaimedError("it reads values in its forward, and there is no CUDA device to run it on")
+
+
+def _on_device(subject: Subject, device: str) -> None:
+    module, there = subject.module(), subject.module().to(device)
+    spec, dim = subject.spec, subject.value_dim
+    inputs = subject.qkv(Dv=dim)
+    for name, mask in subject.masks(3, 4, 7, 7):
+        keys, pairs = (None if part is None else part.to(device) for part in (mask.keys, mask.pairs))
+        for need_weights in (False, True):
+            q, k, v = leaves(*(x.to(device) for x in inputs))
+            with OneDevice(device):
+                result = there(q, k, v, Mask(mask.causal, keys, pairs), need_weights)
+                for what, got in zip(("out", "weights"), result, strict=True):
+                    if got is not None:
+                        demand(got.device.type == device, f"{name}: {what} is on {got.device}, the inputs on {device}")
+                result.out.sum().backward()
+            if device != "meta":
+                near(
+                    result.out.cpu(),
+                    module(*inputs, mask, need_weights).out,
+                    f"{name}: out on {device} against the CPU",
+                )
+    if spec.decode and spec.causal:
+        q, k, v = (x[:, :, :3].to(device) for x in inputs)
+        with OneDevice(device):
+            state = there.step(q, k, v, None)[1]
+            demand(there.step(q, k, v, state)[0].device.type == device, f"step leaves the device {device}")

@@ -1,0 +1,103 @@
+"""Rules on numbers: gradients and precision."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from core.contract.subject import Subject, demand, gradients, leaves, near
+from core.mask import Mask
+
+HALF_LARGEST = 3e4  # near the largest float16, 65504
+
+
+def gradcheck_float64(subject: Subject) -> None:
+    """Gradients of out and weights, by inputs and parameters, equal finite differences."""
+    module = subject.module(H=2, D=4)
+    names = [name for name, _ in module.named_parameters()]
+    for name, mask in subject.masks(2, 2, 3, 3):
+        for need_weights in (False, True):
+
+            def call(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+                given = dict(zip(names, parameters, strict=True))
+                result = torch.func.functional_call(module, given, (q, k, v, mask, need_weights))  # noqa: B023
+                return tuple(one for one in result if one is not None)
+
+            failures = []
+            for _ in range(2):  # a kink of a mechanism that selects can spoil one point, not two
+                Dv = None if subject.value_dim != 8 else 4
+                inputs = leaves(*subject.qkv(B=2, H=2, L=3, D=4, Dv=Dv), *module.parameters())
+                try:
+                    torch.autograd.gradcheck(call, inputs, fast_mode=True, eps=1e-6, atol=1e-6, rtol=1e-5)
+                    break
+                except GradcheckError as error:
+                    failures.append(" ".join(str(error).split())[:300])
+            demand(len(failures) < 2, f"{name}: gradient is not the derivative: {failures[0] if failures else ''}")
+
+
+def gradients_finite(subject: Subject) -> None:
+    """Gradients by inputs and parameters are finite in every precision, for small, large, equal and zero inputs."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        module = subject.module(dtype=dtype)
+        names = ["q", "k", "v", *(which for which, _ in module.named_parameters())]
+        for what, scale in (("zero", 0.0), ("ordinary", 1.0), ("large", 30.0)):
+            for name, mask in subject.masks(3, 4, 7, 7):
+                q, k, v = subject.qkv(dtype=dtype)
+                q, k, v = leaves(q * scale, k * scale, v)
+                for need_weights in (False, True):
+                    result = module(q, k, v, mask, need_weights)
+                    for output in (one for one in result if one is not None):
+                        direction = torch.ones_like(output)
+                        grads = gradients(output, (q, k, v, *module.parameters()), direction)
+                        for which, grad in zip(names, grads, strict=True):
+                            demand(
+                                bool(grad.isfinite().all()),
+                                f"{name}, {what} inputs in {dtype}: gradient of {which} is not finite",
+                            )
+
+
+def half_precision_no_overflow(subject: Subject) -> None:
+    """float16 inputs of up to 3e4 give finite out and weights; if convex, out is no larger than the values."""
+    module = subject.module(dtype=torch.float16)
+    for L in (7, 67):
+        for name, mask in subject.masks(2, 4, L, L):
+            for sign in (1.0, -1.0):
+                q, k, v = (x.clamp(-1, 1) * HALF_LARGEST for x in subject.qkv(B=2, L=L))
+                q, k = q.abs(), sign * k.abs()  # all scores with one sign: the largest sums
+                inputs = [x.half() for x in (q, k, v)]
+                for need_weights in (False, True):
+                    out, weights = module(*inputs, mask, need_weights)
+                    demand(
+                        bool(out.isfinite().all()),
+                        f"{name}: float16 inputs of up to 3e4 give an out that is not finite",
+                    )
+                    if weights is not None:
+                        demand(
+                            bool(weights.isfinite().all()),
+                            f"{name}: float16 inputs of up to 3e4 give weights not finite",
+                        )
+                    if subject.spec.convex:
+                        most = float(out.abs().max())
+                        demand(most <= HALF_LARGEST * 1.01, f"{name}: out {most:.3g} is larger than every value")
+
+
+def low_precision_is_close(subject: Subject) -> None:
+    """float32, float16 and bfloat16 give the float64 result of the same inputs within a few roundings of the dtype."""
+    for dtype, roundings in ((torch.float32, 400), (torch.float16, 6), (torch.bfloat16, 6)):
+        module = subject.module(dtype=dtype)
+        exact = copy.deepcopy(module).double()
+        for L in (7, 700):
+            B = 2 if L < 10 else 1
+            for mask in (Mask(), Mask(causal=True)) if subject.spec.causal else (Mask(),):
+                q, k, v = subject.qkv(B, L=L)
+                # Scores of order 1, so that no rounding of q and k is magnified; values of one sign, so that sums grow.
+                q, k, v = (x.to(dtype) for x in (q * subject.temperature, k, v + 2))
+                want = exact(q.double(), k.double(), v.double(), mask).out
+                bound = roundings * torch.finfo(dtype).eps * float(v.abs().max())
+                for need_weights in (False, True):
+                    got = module(q, k, v, mask, need_weights).out.double()
+                    name = f"{'causal, ' if mask.causal else ''}L {L}: {dtype} against float64"
+                    near(got, want, name, bound)

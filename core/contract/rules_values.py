@@ -1,0 +1,185 @@
+"""Rules on values: what the result is, and that every way to it gives the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from core.attention import Attention
+from core.contract.subject import (
+    NotClaimedError,
+    Subject,
+    claim,
+    demand,
+    gradients,
+    leaves,
+    near,
+    reference,
+    visibility,
+)
+from core.mask import Mask
+
+
+def batch_independence(subject: Subject) -> None:
+    """A batch row alone gives what it gives in the batch, and reordering the batch reorders the result."""
+    module = subject.module()
+    B, H, L = 3, 4, 7
+    order = torch.tensor([2, 0, 1])
+    for name, mask in subject.masks(B, H, L, L):
+        q, k, v = subject.qkv(B, H, Hkv=2, L=L)
+        q[1], v[2] = 50 * q[1], 50 * v[2]  # rows of different size, so that a shared mean or maximum shows
+        for need_weights in (False, True):
+            out, weights = module(q, k, v, mask, need_weights)
+            for what, rows in [(f"batch row {b} alone", torch.tensor([b])) for b in range(B)] + [("reordered", order)]:
+                got = module(q[rows], k[rows], v[rows], _batch_rows(mask, rows), need_weights)
+                near(got.out, out[rows], f"{name}, {what}: out")
+                if got.weights is not None and weights is not None:
+                    near(got.weights, weights[rows], f"{name}, {what}: weights")
+
+
+def _batch_rows(mask: Mask, rows: Tensor) -> Mask:
+    per_batch = mask.pairs is not None and mask.pairs.dim() == 4
+    pairs = mask.pairs[rows] if per_batch and mask.pairs is not None else mask.pairs
+    return Mask(mask.causal, None if mask.keys is None else mask.keys[rows], pairs)
+
+
+def weights_match_output(subject: Subject) -> None:
+    """convex: weights @ v is out, rows sum to 1, hidden weights are 0, and gradients go through the weights."""
+    claim(subject.spec.convex, "convex")
+    B, H, L = 3, 4, 7
+    module = subject.module()
+    for name, mask in subject.masks(B, H, L, L):
+        q, k, v = leaves(*subject.qkv(B, H, L=L))
+        out, weights = module(q, k, v, mask, True)
+        demand(weights is not None, f"{name}: weights are None")
+        demand(bool((weights >= 0).all()), f"{name}: a weight is negative: {float(weights.min()):.2g}")
+        near(torch.einsum("bhij,bhjd->bhid", weights, v), out, f"{name}: weights @ v against out")
+        visible = visibility(mask, B, H, L, L)
+        # A window may hide what the mask shows; a row's own key is in every window.
+        sees = visible.diagonal(dim1=2, dim2=3) if subject.spec.positional else visible.any(-1)
+        sums = weights.sum(-1)[sees]
+        near(sums, torch.ones_like(sums), f"{name}: sum of a row")
+        near(weights[~visible], torch.zeros_like(weights[~visible]), f"{name}: weight of a hidden key", 0.0)
+        direction = subject.draw(*out.shape)
+        inputs = (q, k, *module.parameters())
+        # d out / d q and k goes through the weights alone, so weights cut off from the graph are seen here.
+        through = gradients(torch.einsum("bhij,bhjd->bhid", weights, v.detach()), inputs, direction)
+        names = ["q", "k", *(which for which, _ in module.named_parameters())]
+        for which, got, want in zip(names, through, gradients(out, inputs, direction), strict=True):
+            near(got, want, f"{name}: gradient of {which} through the weights against that of out")
+
+
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129)  # around the sizes of blocks
+UNEQUAL = ((1, 129), (65, 129), (129, 65), (3, 64))
+
+
+def fast_path_equals_plain(subject: Subject) -> None:
+    """out and gradients without weights equal those with, for every mask and at lengths around block sizes."""
+    module = subject.module(H=2)
+    cases = [(3, 7, 7), (3, 5, 8), (3, 8, 5)]
+    cases += [(1, length, length) for length in LENGTHS] + [(1, L, S) for L, S in UNEQUAL]
+    for B, L, S in cases:
+        for name, mask in subject.masks(B, 2, L, S):
+            q, k, v = leaves(*subject.qkv(B, 2, L=L, S=S))
+            fast, plain = module(q, k, v, mask).out, module(q, k, v, mask, True).out
+            near(fast, plain, f"{name}, L {L}, S {S}: out without weights against out with weights")
+            inputs = (q, k, v, *module.parameters())
+            names = ["q", "k", "v", *(which for which, _ in module.named_parameters())]
+            direction = subject.draw(*fast.shape)
+            found = zip(names, gradients(fast, inputs, direction), gradients(plain, inputs, direction), strict=True)
+            for which, got, want in found:
+                near(got, want, f"{name}, L {L}, S {S}: gradient of {which} without weights against with")
+
+
+def equals_standard(subject: Subject) -> None:
+    """At the settings of `equals_standard_when`, out, weights and gradients are those of softmax(q k^T / sqrt(D)) v."""
+    limit = subject.spec.equals_standard_when
+    claim(limit is not None, "equals_standard_when")
+    assert limit is not None
+    _compare(subject, subject.module(config=subject.with_settings(limit), trained=False), 1.0, "")
+
+
+def temperature_divides_scores(subject: Subject) -> None:
+    """In that limit but for `temperature` T, the scores are q k^T / (T sqrt(D))."""
+    limit = subject.spec.equals_standard_when
+    claim(
+        limit is not None and "temperature" in subject.variant.Config.model_fields,
+        "equals_standard_when and a temperature",
+    )
+    tried = False
+    for temperature in (0.5, 2.5):
+        try:
+            config = subject.with_settings({**(limit or {}), "temperature": temperature})
+        except ValueError:
+            continue
+        tried = True
+        _compare(subject, subject.module(config=config, trained=False), temperature, f"temperature {temperature}, ")
+    if not tried:
+        raise NotClaimedError("no temperature beside the limit is allowed")
+
+
+def _compare(subject: Subject, module: Attention, temperature: float, prefix: str) -> None:
+    for L, S in ((2, 2), (7, 7), (5, 9), (9, 5), (66, 66)):
+        B = 3 if L < 10 else 1
+        for name, mask in subject.masks(B, 4, L, S):
+            q, k, v = leaves(*subject.qkv(B, L=L, S=S))
+            wanted = reference(q, k, v, mask, temperature)
+            for need_weights in (False, True):
+                got = module(q, k, v, mask, need_weights)
+                for what, mine, theirs in (("out", got.out, wanted.out), ("weights", got.weights, wanted.weights)):
+                    if mine is None or theirs is None:
+                        continue
+                    near(mine, theirs, f"{prefix}{name}: {what} against standard")
+                    direction = subject.draw(*mine.shape)
+                    found = zip(
+                        "qkv",
+                        gradients(mine, (q, k, v), direction),
+                        gradients(theirs, (q, k, v), direction),
+                        strict=True,
+                    )
+                    for which, grad, want in found:
+                        near(grad, want, f"{prefix}{name}: gradient of {which} by {what} against standard")
+
+
+def keys_per_query(subject: Subject) -> None:
+    """Exactly min(keep, visible) weights of a row are above 0; of equal scores the lowest indices are kept."""
+    field = subject.spec.keys_per_query
+    claim(field is not None, "keys_per_query")
+    assert field is not None
+    keep = int(getattr(subject.config, field))
+    module = subject.module()
+    for L, S in ((7, 7), (5, 13), (3, 40)):
+        for name, mask in subject.masks(3, 4, L, S):
+            q, k, v = subject.qkv(L=L, S=S)
+            _count(module, (q * subject.temperature, k, v), mask, keep, name)
+            # One entry a key, a power of two, so that equal keys have equal scores to the last bit.
+            levels = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0], dtype=q.dtype).repeat(8)[:S]
+            tied = torch.zeros_like(k)
+            tied[..., 0] = levels
+            ahead = torch.zeros_like(q)
+            ahead[..., 0] = subject.temperature
+            weights = _count(module, (ahead, tied, v), mask, keep, f"{name}, tied scores")
+            ranks = levels.masked_fill(~visibility(mask, 3, 4, L, S), -1.0).argsort(dim=-1, descending=True, stable=True)
+            expected = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, ranks[..., :keep], True)
+            wrong = ((weights > 0) & ~expected).nonzero()
+            if len(wrong):
+                b, h, i = wrong[0][:3].tolist()
+                chosen = (weights[b, h, i] > 0).nonzero().flatten().tolist()
+                demand(
+                    False,
+                    f"{name}, tied scores: row {(b, h, i)} keeps keys {chosen}, not the highest, lowest index first",
+                )
+
+
+def _count(module: Attention, inputs: tuple[Tensor, ...], mask: Mask, keep: int, name: str) -> Tensor:
+    weights = module(*inputs, mask, True).weights
+    demand(weights is not None, f"{name}: weights are None")
+    assert weights is not None
+    B, H, L, S = weights.shape
+    want = visibility(mask, B, H, L, S).sum(-1).clamp(max=keep)
+    wrong = ((weights > 0).sum(-1) != want).nonzero()
+    if len(wrong):
+        b, h, i = wrong[0].tolist()
+        found = int((weights[b, h, i] > 0).sum())
+        demand(False, f"{name}, S {S}: {found} weights above 0 in row {(b, h, i)}, must be {int(want[b, h, i])}")
+    return weights

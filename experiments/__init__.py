@@ -1,0 +1,1 @@
+"""From a sweep file to a table that can be trusted: search, train, measure, track."""

@@ -1,0 +1,152 @@
+"""Jobs as processes on this machine, forked from a server that has torch loaded, so that each begins in milliseconds.
+
+A worker lives no longer than its driver: it ends as soon as the pipe to the driver is closed, whatever killed the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from experiments.config import Event, Job
+
+_SEND_EVERY = 0.2  # seconds: metrics in between travel together
+
+
+class LocalExecutor:
+    """See `Executor`. One process a job; the fork server is started with the first."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        # torch._dynamo is imported by the first optimiser of a process, which costs over a second.
+        self._context.set_forkserver_preload(["experiments.worker", "torch._dynamo"])
+        self._running: dict[str, tuple[ForkServerProcess, Connection]] = {}
+
+    def submit(self, job: Job) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_main, args=(job, theirs), name=f"run {job.key}", daemon=True)
+        process.start()
+        theirs.close()
+        self._running[job.key] = (process, ours)
+
+    def poll(self, timeout: float) -> list[Event]:
+        if not self._running:
+            time.sleep(timeout)
+            return []
+        ready = wait([connection for _, connection in self._running.values()], timeout)
+        events: list[Event] = []
+        for key, (process, connection) in list(self._running.items()):
+            if connection not in ready:
+                continue
+            try:
+                while connection.poll():
+                    events += connection.recv()
+            except (EOFError, OSError):
+                process.join()
+                if not any(event["type"] == "end" and event["key"] == key for event in events):
+                    events.append(Event(type="lost", key=key, message=_end_of(process.exitcode)))
+            if any(event["type"] in ("end", "lost") and event["key"] == key for event in events):
+                self._forget(key)
+        return events
+
+    def _forget(self, key: str) -> None:
+        process, connection = self._running.pop(key)
+        process.join(timeout=10)
+        if process.is_alive():  # it has said its last word, so nothing is lost
+            process.kill()
+            process.join()
+        process.close()
+        connection.close()
+
+    def stop(self, key: str) -> None:
+        if key in self._running:
+            with contextlib.suppress(OSError):  # it is gone already; poll will say so
+                self._running[key][1].send("stop")
+
+    def kill(self, key: str) -> None:
+        if key in self._running:
+            self._running[key][0].kill()
+
+    def close(self) -> None:
+        for process, connection in self._running.values():
+            process.kill()
+            process.join()
+            connection.close()
+        self._running.clear()
+
+
+def _end_of(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        memory = "; the system kills so when memory runs out" if name == "SIGKILL" else ""
+        return f"the worker was killed by {name}{memory}"
+    return f"the worker ended without a word (exit code {exitcode})"
+
+
+def _main(job: Job, connection: Connection) -> None:
+    """A worker's life."""
+    # Signals are the driver's business: it asks for a checkpoint through the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _redirect_output(job.log)
+    faulthandler.enable()
+    stopping = threading.Event()
+    threading.Thread(target=_listen, args=(connection, stopping), daemon=True).start()
+    outbox = _Outbox(connection)
+    from experiments import worker
+
+    worker.limit_environment(job)
+    worker.run_job(job, outbox.send, stopping.is_set)
+    # Not through interpreter exit, where the threads of a plugin could hold the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _redirect_output(log: str | None) -> None:
+    if log is None:
+        target = os.open(os.devnull, os.O_WRONLY)
+    else:
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+
+
+def _listen(connection: Connection, stopping: threading.Event) -> None:
+    try:
+        while True:
+            connection.recv()
+            stopping.set()
+    except (EOFError, OSError):
+        os._exit(1)  # the driver is gone
+
+
+class _Outbox:
+    """Sends events in order, metrics in batches."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: list[Event] = []
+        self._sent = 0.0
+        self.send: Callable[[Event], None] = self._send
+
+    def _send(self, event: Event) -> None:
+        self._waiting.append(event)
+        if event["type"] == "metrics" and time.monotonic() - self._sent < _SEND_EVERY:
+            return
+        try:
+            self._connection.send(self._waiting)
+        except OSError:
+            os._exit(1)  # the driver is gone
+        self._waiting, self._sent = [], time.monotonic()

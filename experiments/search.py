@@ -1,0 +1,113 @@
+"""Optuna proposes what to try next. It lives in memory and is told everything again at the start; nothing of it is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import Trial, TrialState, create_trial
+
+from experiments.schema import Parameter
+from experiments.seeding import derive
+from experiments.sweep import Assignment, Sweep, is_active
+
+MAX_REPEATS = 100  # proposals in a row that were tried already
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+class Search:
+    """Asks for configurations in the sweep's space, and learns from what they came to.
+
+    What it proposes depends on the sweep's name and the trials before, and on nothing else, so that a study that was stopped goes
+    on as if it had not been.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        direction = sweep.file.objectives[0].goal
+        self._study = optuna.create_study(direction=direction, sampler=optuna.samplers.RandomSampler(seed=0))
+        self._grid: Iterator[Assignment] | None = sweep.grid() if sweep.file.method == "grid" else None
+        self._asked = 0
+        self._trials: dict[int, Trial] = {}  # our number -> Optuna's trial that waits for its value
+
+    def restore(self, number: int, assignment: Assignment, value: float | None, running: bool) -> None:
+        """Tell of a trial that stands in the store, in the order of their numbers."""
+        self._asked += 1
+        distributions = {path: _distribution(self.sweep.parameters[path]) for path in assignment if path in self.sweep.parameters}
+        labels = {path: _label(self.sweep.parameters[path], assignment[path]) for path in distributions}
+        state = TrialState.RUNNING if running else TrialState.FAIL if value is None else TrialState.COMPLETE
+        self._study.add_trial(
+            create_trial(
+                state=state,
+                value=value if state == TrialState.COMPLETE else None,
+                params=labels,
+                distributions=distributions,
+            )
+        )
+        if running:
+            self._trials[number] = Trial(self._study, self._study.trials[-1]._trial_id)
+
+    def ask(self, is_new: Any) -> Assignment | None:
+        """The next configuration for which `is_new(assignment)` holds; None where the space has no more.
+
+        The caller names it by a call of `begin`.
+        """
+        if self._grid is not None:
+            return next((assignment for assignment in self._grid if is_new(assignment)), None)
+        for repeat in range(MAX_REPEATS):
+            self._study.sampler = self._sampler(repeat)
+            trial = self._study.ask()
+            assignment = self._suggest(trial)
+            if is_new(assignment):
+                self._waiting = trial
+                return assignment
+            self._study.tell(trial, state=TrialState.FAIL)
+        return None
+
+    def begin(self, number: int) -> None:
+        """The configuration of the last `ask` has become trial `number`."""
+        self._asked += 1
+        if self._grid is None:
+            self._trials[number] = self._waiting
+
+    def tell(self, number: int, value: float | None) -> None:
+        """What a trial came to; None where it failed."""
+        trial = self._trials.pop(number, None)
+        if trial is not None:
+            self._study.tell(trial, value, state=TrialState.FAIL if value is None else TrialState.COMPLETE)
+
+    def _sampler(self, repeat: int) -> optuna.samplers.BaseSampler:
+        seed = derive("search", self.sweep.file.name, self._asked, repeat) % 2**32
+        if self.sweep.file.method == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        return optuna.samplers.TPESampler(seed=seed)
+
+    def _suggest(self, trial: Trial) -> Assignment:
+        chosen: Assignment = {}
+        for path, parameter in self.sweep.parameters.items():
+            if is_active(parameter, chosen):
+                chosen[path] = _value(parameter, trial._suggest(path, _distribution(parameter)))
+        return chosen
+
+
+def _distribution(parameter: Parameter) -> BaseDistribution:
+    """Values become labels: Optuna cannot hold lists, and takes 1, 1.0 and True for the same."""
+    if parameter.values is not None:
+        return CategoricalDistribution([json.dumps(value) for value in parameter.values])
+    assert parameter.min is not None
+    assert parameter.max is not None
+    if isinstance(parameter.min, int) and isinstance(parameter.max, int) and not isinstance(parameter.step, float):
+        return IntDistribution(parameter.min, parameter.max, log=parameter.log, step=parameter.step or 1)
+    return FloatDistribution(float(parameter.min), float(parameter.max), log=parameter.log, step=parameter.step)
+
+
+def _label(parameter: Parameter, value: Any) -> Any:
+    return json.dumps(value) if parameter.values is not None else value
+
+
+def _value(parameter: Parameter, label: Any) -> Any:
+    return json.loads(label) if parameter.values is not None else label

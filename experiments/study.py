@@ -1,0 +1,457 @@
+"""The driver's loop: ask for a configuration, submit its runs, record what they say, tell the search, go on after anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from experiments import report, statistics, store
+from experiments.config import Event, Job, Run, describe, flatten
+from experiments.errors import InputError, StudyChangedError
+from experiments.executors import Executor
+from experiments.schema import duration
+from experiments.search import Search
+from experiments.store import RunRow, Store
+from experiments.sweep import Assignment, Resolver, Sweep
+from experiments.tracking import Mirror
+
+MAX_TIMED = 100  # configurations whose speed is measured, the best first
+_GRACE = 20.0  # seconds for a checkpoint when runs are asked to stop
+
+
+class Watcher(Protocol):
+    """Who is told what happens, to show it."""
+
+    def say(self, line: str) -> None:
+        """A line for the person in front of the terminal."""
+
+    def progress(self, done: int, total: int, running: int, best: str, seconds_left: float | None) -> None:
+        """Where the study stands."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an invocation came to. interrupted: the signal that ended it, if one did."""
+
+    folder: Path
+    summary: str
+    failed_runs: int
+    complete: int
+    interrupted: int | None
+    mirrored: bool
+    experiment_id: str | None
+
+
+class Study:
+    """One invocation of `run`.
+
+    Args:
+        sweep: checked; `resolver` has checked its configurations too.
+        home: the folder of all studies.
+        target: MLflow's address.
+        executor: where runs go.
+    """
+
+    def __init__(self, sweep: Sweep, resolver: Resolver, home: Path, target: str, executor: Executor, watcher: Watcher) -> None:
+        self.sweep, self.resolver, self.executor, self.watcher = sweep, resolver, executor, watcher
+        self.budget = sweep.file.budget
+        self.objective = sweep.file.objectives[0]
+        self.device, self.gpus = devices(sweep)
+        self.threads = _threads(sweep)
+        self.folder = store.study_folder(home, sweep.file.name)
+        self.store = Store(self.folder)
+        try:
+            known = self.store.meta("identity")
+            self._begin(known)
+            watcher.say(f"{'new study' if known is None else 'going on'}: {self.folder}")
+            self.mirror = Mirror(self.store.path, home, target, sweep.file.experiment or sweep.file.name, watcher.say)
+        except BaseException:
+            self.store.close()
+            raise
+        self.search = Search(sweep)
+        self.hashes: set[str] = set()
+        self.queue: deque[RunRow] = deque()
+        self.running: dict[str, RunRow] = {}
+        self.started: dict[str, float] = {}
+        self.durations: list[float] = []
+        self.free_gpus = list(self.gpus)
+        self.held_gpus: dict[str, tuple[int, ...]] = {}
+        self.signal: int | None = None
+        self.exhausted = False
+        self.deadline = time.monotonic() + duration(self.budget.timeout) if self.budget.timeout else None
+
+    def run(self) -> Outcome:
+        """Run until the budget is met, the time is up, or a signal comes."""
+        try:
+            with self._signals():
+                self._restore()
+                self._loop()
+                if self.signal is None and not self._late():
+                    self._measure_speed()
+                return self._finish()
+        finally:
+            self.executor.close()
+            self.store.close()
+
+    # --- beginning -----------------------------------------------------------------------------------------------------------
+
+    def _begin(self, known: dict[str, Any] | None) -> None:
+        identity = self.sweep.identity()
+        if known is not None:
+            changes = changed(known, identity)
+            removed = set(self.store.meta("seeds")) - set(self.sweep.file.seeds)
+            if removed:
+                changes.append(f"seeds: {sorted(removed)} were there before and may not be taken away")
+            if changes:
+                raise StudyChangedError(
+                    f"{self.sweep.document.source}: study {self.sweep.file.name!r} in {self.folder} was begun otherwise: "
+                    f"{'; '.join(changes)}. Run with --new to begin a new study and keep the old, or give it another name"
+                )
+        else:
+            self.store.set_meta("name", self.sweep.file.name)
+            self.store.set_meta("started", time.time_ns() // 1_000_000)
+            self.store.set_meta("tags", provenance())
+        self.store.set_meta("sweep", Path(self.sweep.document.source).read_text(encoding="utf-8-sig"))
+        self.store.set_meta("seeds", self.sweep.file.seeds)
+        self.store.set_meta("state", "running")
+        self.store.set_meta("identity", identity)
+
+    def _restore(self) -> None:
+        for run in self.store.close_orphans():
+            self.watcher.say(f"trial {run.trial} seed {run.seed}: was interrupted; goes on")
+        for trial in self.store.trials():
+            self.hashes.add(trial.config_hash)
+            missing = [seed for seed in self.sweep.file.seeds if seed not in {r.seed for r in self.store.runs(trial.number)}]
+            if missing and trial.state != "failed":
+                self.store.add_seeds(trial.number, missing)
+                trial = self.store.trial(trial.number)
+            if trial.kind == "search":
+                self.search.restore(trial.number, trial.assignment, trial.value, trial.state == "running")
+            if trial.state == "running":
+                self.queue += [run for run in self.store.runs(trial.number) if run.state in ("waiting", "stopped", "lost")]
+                self._close_trial(trial.number)
+        self.target = self.sweep.trials
+
+    # --- the loop ------------------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while self.signal is None and not self._late():
+            while len(self.running) < self.budget.parallel and (self.queue or self._ask()):
+                self._submit(self.queue.popleft())
+            if not self.running:
+                return
+            for event in self.executor.poll(0.2):
+                self._handle(event)
+            self._progress()
+        self._stop_all()
+
+    def _ask(self) -> bool:
+        """Begin a trial; False where the budget is met or the space has no more."""
+        trials = self.store.trials()
+        failed = sum(trial.state == "failed" for trial in trials)
+        if self.exhausted or len(trials) - failed >= self.target:
+            return False
+        if failed >= max(self.target, 10) and self.sweep.file.method != "grid":
+            self.watcher.say(f"{failed} trials failed; no more are tried")
+            self.exhausted = True
+            return False
+        if len(trials) < len(self.sweep.file.baseline):
+            kind, assignment = "baseline", self.sweep.file.baseline[len(trials)]
+        else:
+            proposed = self.search.ask(self._is_new)
+            if proposed is None:
+                self.exhausted = True
+                if self.sweep.file.method != "grid":
+                    self.watcher.say("the space holds no further configuration")
+                return False
+            kind, assignment = "search", proposed
+        run = self.resolver.run(assignment)
+        trial = self.store.add_trial(kind, assignment, run.model_dump(), run.hash(), self.sweep.file.seeds)
+        if kind == "search":
+            self.search.begin(trial.number)
+        self.hashes.add(trial.config_hash)
+        self.queue += self.store.runs(trial.number)
+        return True
+
+    def _is_new(self, assignment: Assignment) -> bool:
+        try:
+            return self.resolver.run(assignment).hash() not in self.hashes
+        except InputError:  # settings that exclude each other, in the inside of a space whose corners are fine
+            return False
+
+    def _submit(self, run: RunRow) -> None:
+        gpus = None
+        if self.gpus:
+            gpus = tuple(self.free_gpus.pop(0) for _ in range(self._gpus_a_run()))
+            self.held_gpus[run.key] = gpus
+        self.store.start_run(run.id)
+        name = f"{run.trial:04d}-{run.seed}"
+        job = Job(
+            key=run.key,
+            kind="train",
+            runs=(Run(**self.store.trial(run.trial).config),),
+            seed=run.seed,
+            plugins=self.sweep.plugins,
+            threads=self.threads,
+            device=self.device,
+            gpus=gpus,
+            checkpoint=str(self.folder / "checkpoints" / f"{name}.pt"),
+            log=str(self.folder / "logs" / f"{name}.log"),
+        )
+        self.running[run.key] = run
+        self.started[run.key] = time.monotonic()
+        self.executor.submit(job)
+        self.mirror.wake()
+
+    def _handle(self, event: Event) -> None:
+        run = self.running.get(event["key"])
+        if run is None:
+            return
+        if event["type"] == "metrics":
+            self.store.add_metrics(run.id, event["step"], event["time"], event["values"])
+        elif event["type"] == "info":
+            self.store.add_figures(run.id, {}, event["tags"])
+        else:
+            self._end(run, event)
+        self.mirror.wake()
+
+    def _end(self, run: RunRow, event: Event) -> None:
+        del self.running[run.key]
+        self.free_gpus += self.held_gpus.pop(run.key, ())
+        seconds = time.monotonic() - self.started.pop(run.key)
+        message = event.get("message")
+        if event["type"] == "lost":
+            attempts_lost = _row(self.store, run).lost + 1
+            if self._stopping():
+                self.store.end_run(run.id, "stopped", "stopped", message)
+            elif attempts_lost <= self.budget.retries:
+                self.store.end_run(run.id, "lost", "lost", message)
+                self.watcher.say(f"trial {run.trial} seed {run.seed}: {message}; trying again")
+                self.queue.appendleft(_row(self.store, run))
+                return
+            else:
+                self.store.end_run(run.id, "failed", "lost", message)
+        elif event["state"] == "finished":
+            self._end_finished(run, event["values"], seconds)
+        elif event["state"] == "stopped":
+            cause = "timeout" if self.signal is None else "stopped"
+            self.store.end_run(run.id, "stopped", cause, message)
+        else:
+            self.store.end_run(run.id, "failed", event["cause"], message)
+        row = _row(self.store, run)
+        if row.state == "failed":
+            self.watcher.say(f"trial {run.trial} seed {run.seed}: failed: {row.cause}: {row.message}")
+        self._close_trial(run.trial)
+
+    def _end_finished(self, run: RunRow, figures: dict[str, float], seconds: float) -> None:
+        metric = self.objective.metric
+        if metric not in figures:
+            known = ", ".join(sorted(figures))
+            self.store.end_run(run.id, "failed", "error", f"objective {metric!r} was not recorded (there are: {known})", figures)
+            return
+        self.durations.append(seconds)
+        self.store.end_run(run.id, "finished", None, None, figures)
+        what = describe(self.store.trial(run.trial).assignment)
+        self.watcher.say(f"trial {run.trial} seed {run.seed} ({what}): {metric} {figures[metric]:.4f}, {seconds:.1f} s")
+
+    def _close_trial(self, number: int) -> None:
+        """Where all runs of a trial have ended, its value is their mean; a trial with a failed run has none."""
+        runs = self.store.runs(number)
+        if not all(run.state in ("finished", "failed") for run in runs) or self.store.trial(number).state != "running":
+            return
+        failed = any(run.state == "failed" for run in runs)
+        value = None if failed else statistics.mean([run.figures[self.objective.metric] for run in runs])
+        self.store.end_trial(number, "failed" if failed else "complete", value)
+        self.search.tell(number, value)
+        self.mirror.wake()
+
+    # --- stopping ------------------------------------------------------------------------------------------------------------
+
+    def _late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def _stopping(self) -> bool:
+        return self.signal is not None or self._late()
+
+    def _stop_all(self) -> None:
+        """Every run writes its checkpoint and ends; one that does not is killed."""
+        if self.running:
+            why = "the time of this invocation is up" if self.signal is None else "stopping"
+            self.watcher.say(f"{why}: {len(self.running)} runs write their checkpoints")
+        for key in self.running:
+            self.executor.stop(key)
+        limit = time.monotonic() + _GRACE
+        while self.running:
+            for event in self.executor.poll(0.1):
+                self._handle(event)
+            if time.monotonic() > limit:
+                for key in self.running:
+                    self.executor.kill(key)
+                limit = float("inf")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.signal is not None:  # the second time: at once. What was recorded is safe.
+                os._exit(128 + number)
+            self.signal = number
+            self.watcher.say("stopping after the checkpoints; once more to stop at once")
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- the end -------------------------------------------------------------------------------------------------------------
+
+    def _measure_speed(self) -> None:
+        """Speed of every complete configuration, where one has none yet; nothing else runs meanwhile."""
+        runs = self.store.runs()
+        table = report.lines(self.store.trials(), runs, self.objective)[:MAX_TIMED]
+        if all("speed/tokens_per_s" in line.figures for line in table):
+            return
+        self.mirror.flush(2.0)
+        self.watcher.say(f"measuring speed: {len(table)} configurations, each alone, in turns")
+        configs = tuple(Run(**line.trial.config) for line in table)
+        gpus = tuple(self.gpus[: self._gpus_a_run()]) if self.gpus else None
+        job = Job("speed", "speed", configs, plugins=self.sweep.plugins, threads=self.threads, device=self.device, gpus=gpus)
+        self.executor.submit(job)
+        asked = False
+        while True:
+            if self.signal is not None and not asked:
+                self.executor.stop("speed")
+                asked = True
+            for event in self.executor.poll(0.2):
+                if event["type"] == "metrics":
+                    for run in runs:
+                        if run.trial == table[event["step"]].trial.number and run.state == "finished":
+                            steps = table[event["step"]].trial.config["train"]["steps"]
+                            self.store.add_metrics(run.id, steps, event["time"], event["values"])
+                            self.store.add_figures(run.id, event["values"])
+                elif event["type"] in ("end", "lost"):
+                    if event.get("state") == "failed" or event["type"] == "lost":
+                        self.watcher.say(f"speed is unknown: {event.get('message')}")
+                    return
+
+    def _finish(self) -> Outcome:
+        trials, runs = self.store.trials(), self.store.runs()
+        complete = sum(trial.state == "complete" for trial in trials)
+        summary = report.summary(self.sweep.file.name, trials, runs, self.objective)
+        stopped = self._stopping()
+        self.store.set_meta("summary", summary)
+        self.store.set_meta("ended", time.time_ns() // 1_000_000)
+        self.store.set_meta("state", "stopped" if stopped else "finished" if complete else "failed")
+        store.write_text(self.folder / "report.md", summary)
+        store.write_text(self.folder / "trials.csv", report.trials_csv(runs, trials))
+        mirrored = self.mirror.close()
+        failed = sum(run.state in ("failed", "lost") for run in runs)
+        return Outcome(self.folder, summary, failed, complete, self.signal, mirrored, self.mirror.experiment_id)
+
+    def _progress(self) -> None:
+        trials, runs = self.store.trials(), self.store.runs()
+        done = sum(run.state in ("finished", "failed") for run in runs)
+        failed = sum(trial.state == "failed" for trial in trials)
+        total = max(len(runs), (self.target + failed) * len(self.sweep.file.seeds))
+        values = [trial.value for trial in trials if trial.value is not None]
+        better: Callable[[list[float]], float] = min if self.objective.goal == "minimize" else max
+        best = f"best {self.objective.metric} {better(values):.4f}" if values else "no trial complete yet"
+        left = None
+        if self.durations:
+            left = (total - done) * statistics.mean(self.durations) / self.budget.parallel
+        self.watcher.progress(done, total, len(self.running), best, left)
+
+    def _gpus_a_run(self) -> int:
+        wanted = self.sweep.file.resources.gpus
+        return 1 if wanted == "auto" else wanted
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as plain data; runs are in trials.csv and study.db of the folder."""
+    return {**asdict(outcome), "folder": str(outcome.folder)}
+
+
+def _row(from_store: Store, run: RunRow) -> RunRow:
+    return next(row for row in from_store.runs(run.trial) if row.id == run.id)
+
+
+def _threads(sweep: Sweep) -> int:
+    wanted = sweep.file.resources.cpus
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // sweep.file.budget.parallel) if wanted == "auto" else max(1, wanted)
+
+
+def devices(sweep: Sweep) -> tuple[str, tuple[int, ...]]:
+    """The device of runs, and the GPUs that are dealt.
+
+    Raises:
+        InputError: more GPUs asked for than there are, or a precision that needs one.
+    """
+    import torch
+
+    count = torch.cuda.device_count()  # asks the driver library; makes no CUDA context
+    wanted, parallel = sweep.file.resources.gpus, sweep.file.budget.parallel
+    each = (1 if count else 0) if wanted == "auto" else wanted
+    if each * (parallel if wanted != "auto" or count else 1) > count:
+        raise sweep.error(
+            ("resources",), f"gpus: {parallel} parallel runs of {each} need {each * parallel} GPUs, this machine has {count}"
+        )
+    if not each:
+        half = sweep.file.parameters.get("train.precision")
+        if sweep.file.base.train.precision == "fp16" or (half is not None and "fp16" in (half.values or [])):
+            raise sweep.error(("base", "train", "precision"), "fp16 needs a CUDA device; use bf16 or fp32")
+    return ("cuda", tuple(range(count))) if each else ("cpu", ())
+
+
+def changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What makes a study another one, in words. Ranges may widen and lists of values may grow at their end."""
+    changes = []
+    before, after = old["parameters"], new["parameters"]
+    for path in sorted(before.keys() | after.keys()):
+        if path not in after or path not in before:
+            changes.append(f"parameters.{path}: {'was added' if path in after else 'was taken away'}")
+            continue
+        a, b = before[path], after[path]
+        grown = a["values"] is not None and b["values"] is not None and b["values"][: len(a["values"])] == a["values"]
+        widened = a["values"] is None and b["values"] is None and b["min"] <= a["min"] and b["max"] >= a["max"]
+        same_kind = all(type(a[bound]) is type(b[bound]) for bound in ("min", "max"))
+        rest = all(a[key] == b[key] for key in ("log", "step", "when"))
+        if not (rest and same_kind and (grown or widened)):
+            changes.append(f"parameters.{path}: was {_short(a)}, is now {_short(b)}")
+    flat_old = flatten({key: value for key, value in old.items() if key != "parameters"})
+    flat_new = flatten({key: value for key, value in new.items() if key != "parameters"})
+    for path in sorted(flat_old.keys() | flat_new.keys()):
+        if flat_old.get(path) != flat_new.get(path):
+            changes.append(f"{path}: was {flat_old.get(path, 'not given')!r}, is now {flat_new.get(path, 'not given')!r}")
+    return changes
+
+
+def _short(parameter: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in parameter.items() if value not in (None, {}, False)) + "}"
+
+
+def provenance() -> dict[str, str]:
+    """Where this study was begun: commit of the working directory and versions."""
+    from importlib.metadata import version
+
+    found = {f"version.{name}": version(name) for name in ("torch", "optuna", "mlflow")}
+    found["version.python"] = sys.version.split()[0]
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)
+        found["mlflow.source.git.commit"] = asked.stdout.strip()
+        found["git.dirty"] = str(bool(dirty.stdout.strip())).lower()
+    except (OSError, subprocess.SubprocessError):
+        found["mlflow.source.git.commit"] = "unknown"
+    return found

@@ -1,0 +1,455 @@
+"""A sweep file becomes a Sweep: its space, and configurations that are complete. Resolved once, before anything runs.
+
+`load` knows the file, the schema and the names, and imports no torch, so that a typing error is answered at once. `resolve`
+asks the task and the variant for their own settings; no other file does.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from experiments import strict_yaml
+from experiments.config import Model, ModelSettings, Run, Strict, Train, TrainSettings, digest
+from experiments.errors import InputError
+from experiments.schema import SECTIONS, Parameter, SweepFile
+from experiments.strict_yaml import Document, Key
+
+MAX_CHECKED = 5_000  # configurations that are looked at before the first run
+
+Assignment = dict[str, Any]  # dotted path -> value
+
+_SETTINGS: dict[str, type[Strict]] = {"model": ModelSettings, "train": TrainSettings}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep file.
+
+    Args:
+        document: the file as read, for the lines of errors.
+        file: its content, of the right types.
+        plugins: the plugin files, as absolute paths.
+    """
+
+    document: Document
+    file: SweepFile
+    plugins: tuple[str, ...]
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The parameters, each after those that its `when` refers to."""
+        return self.file.parameters
+
+    @property
+    def trials(self) -> int:
+        """The number of trials to reach, over all invocations."""
+        size = len(self.file.baseline) + sum(1 for _ in itertools.islice(self.grid(), 1_000_000))
+        if self.file.budget.trials is None:
+            return size
+        return min(self.file.budget.trials, size) if self.file.method == "grid" else self.file.budget.trials
+
+    def grid(self) -> Iterator[Assignment]:
+        """Every combination, in the order of the file, the last parameter fastest; without the baseline's."""
+        taken = [self.tree(baseline) for baseline in self.file.baseline]
+        for assignment in assignments(self.parameters, lambda parameter: parameter.values or []):
+            if not taken or self.tree(assignment) not in taken:
+                yield assignment
+
+    def tree(self, assignment: Assignment) -> dict[str, Any]:
+        """The base with the assigned values in their places."""
+        tree = self.file.base.model_dump()
+        for path, value in assignment.items():
+            section, key = path.split(".", 1)
+            tree[section][key] = copy.deepcopy(value)
+        return tree
+
+    def identity(self) -> dict[str, Any]:
+        """What makes this study the same study at the next invocation."""
+        parts = {"base", "method", "objectives", "parameters"}
+        return self.file.model_dump(include=parts)
+
+    def error(self, path: Key, message: str) -> InputError:
+        """An error at a place in the file."""
+        return self.document.error(path, f"{_dotted(path)}: {message}")
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), plugins: Sequence[str] = ()) -> Sweep:
+    """Read and check a sweep file, without torch.
+
+    Args:
+        overrides: `dotted.path=value` from the command line, in YAML's scalars and flow lists.
+        plugins: further plugin files, from the working directory.
+
+    Raises:
+        InputError: `file:line: key: what is wrong`.
+    """
+    document = strict_yaml.load(path)
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        file = SweepFile.model_validate(document.data)
+    except ValidationError as error:
+        raise _first_error(document, error) from None
+    folder = Path(path).resolve().parent
+    found = [_plugin_path(document, name, index, folder) for index, name in enumerate(file.plugins)]
+    sweep = Sweep(document, file, (*found, *(str(Path(plugin).resolve()) for plugin in plugins)))
+    sweep = replace(sweep, file=file.model_copy(update={"parameters": _by_dependency(sweep)}))
+    _check_parameters(sweep)
+    _check_names(sweep)
+    _check_consistency(sweep)
+    return sweep
+
+
+def assignments(parameters: Mapping[str, Parameter], candidates: Callable[[Parameter], Sequence[Any]]) -> Iterator[Assignment]:
+    """Every combination of candidates of the parameters that are active in it."""
+
+    def extend(index: int, chosen: Assignment) -> Iterator[Assignment]:
+        if index == len(paths):
+            yield dict(chosen)
+            return
+        path = paths[index]
+        if not is_active(parameters[path], chosen):
+            yield from extend(index + 1, chosen)
+            return
+        for value in candidates(parameters[path]):
+            chosen[path] = value
+            yield from extend(index + 1, chosen)
+        chosen.pop(path, None)
+
+    paths = list(parameters)
+    yield from extend(0, {})
+
+
+def is_active(parameter: Parameter, chosen: Assignment) -> bool:
+    """Whether the `when` of a parameter is met. A key that is itself inactive meets nothing."""
+    for key, wanted in parameter.when.items():
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        if key not in chosen or not any(same(chosen[key], value) for value in allowed):
+            return False
+    return True
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal and of one type: True is not 1."""
+    return type(a) is type(b) and a == b
+
+
+class Resolver:
+    """Turns assignments into complete configurations.
+
+    Raises:
+        InputError: a plugin that cannot be imported.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        import variants  # noqa: F401
+        from core import registry
+        from core.errors import PluginError
+        from experiments.tasks import tasks
+
+        self.sweep = sweep
+        self._tasks = tasks
+        self._variants = registry.variants
+        self._make_config = registry.make_config
+        self._made: set[str] = set()
+        for index, plugin in enumerate(sweep.plugins):
+            try:
+                registry.load_plugin(plugin)
+            except PluginError as error:
+                raise sweep.error(("plugins", index), str(error)) from error
+
+    def run(self, assignment: Assignment) -> Run:
+        """The complete configuration of an assignment.
+
+        Raises:
+            InputError: what the task, the model or the variant refuses, at the line that asked for it.
+        """
+        tree = self.sweep.tree(assignment)
+        task = self._own("task", "name", self._tasks, tree["task"], assignment)
+        attention = self._own("attention", "variant", self._variants, tree["attention"], assignment)
+        try:
+            model, train = Model(**tree["model"]), Train(**tree["train"])
+        except ValidationError as error:
+            raise _section_error(self.sweep, error, assignment) from None
+        run = Run(task=task, model=model, attention=attention, train=train)
+        self._check_task(run)
+        return run
+
+    def check(self) -> None:
+        """Resolve every configuration of the grid, or the corners of a space, so that nothing fails late for its settings.
+
+        Raises:
+            InputError.
+        """
+        for index, baseline in enumerate(self.sweep.file.baseline):
+            try:
+                self.run(baseline)
+            except InputError as error:
+                raise self.sweep.error(("baseline", index), str(error).split(": ", 1)[-1]) from None
+        for assignment in itertools.islice(assignments(self.sweep.parameters, corners), MAX_CHECKED):
+            self.run(assignment)
+
+    def _own(self, section: str, key: str, registry: Any, given: dict[str, Any], assignment: Assignment) -> dict[str, Any]:
+        settings = dict(given)
+        name = settings.pop(key, None)
+        cls = registry.get(name)
+        for setting in settings:
+            if setting not in cls.Config.model_fields:
+                path = f"{section}.{setting}"
+                place: Key = ("parameters", path) if path in assignment else ("base", section, setting)
+                fields = cls.Config.model_fields
+                swept = f"{section}.{key}" in self.sweep.parameters
+                hint = f"; if it is meant for another, add `when: {{{section}.{key}: ...}}`" if swept else ""
+                raise self.sweep.error(
+                    place,
+                    f"{key} {name!r} has no setting {setting!r} (it has: {', '.join(fields) or 'none'})"
+                    f"{_close(setting, fields)}{hint}",
+                )
+        try:
+            complete = self._make_config(cls, settings).model_dump()
+        except ValueError as error:
+            at = next((p for p in assignment if p.startswith(f"{section}.") and p.split(".", 1)[1] in str(error)), None)
+            raise self.sweep.error(("parameters", at) if at else ("base", section), str(error)) from None
+        return {key: name, **complete}
+
+    def _check_task(self, run: Run) -> None:
+        """Make each task once: a missing corpus is found before the first run."""
+        name = digest([run.task, run.train.batch_size])
+        if name in self._made:
+            return
+        cls = self._tasks.get(run.task["name"])
+        settings = {key: value for key, value in run.task.items() if key != "name"}
+        try:
+            cls(cls.Config(**settings), run.train.batch_size)
+        except (ValueError, OSError) as error:
+            key = "corpus" if "corpus" in str(error) else "name"
+            raise self.sweep.error(("base", "task", key), str(error)) from None
+        self._made.add(name)
+
+
+def corners(parameter: Parameter) -> Sequence[Any]:
+    """The values of a list, or the ends of a range."""
+    return parameter.values if parameter.values is not None else (parameter.min, parameter.max)
+
+
+def _apply_override(document: Document, override: str) -> None:
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise InputError(f"{override}: must be key=value, such as base.train.steps=100")
+    value = strict_yaml.parse(text, f"command line: {path}").data
+    node: Any = document.data
+    place: Key = ()
+    rest = path
+    while True:
+        # A key of `parameters` holds dots itself, so the longest key that is there is the one that is meant.
+        key = max((k for k in node if rest == k or rest.startswith(f"{k}.")), key=len, default=rest.split(".", 1)[0])
+        place, rest = (*place, key), rest[len(key) + 1 :]
+        if not rest:
+            node[key] = value
+            return
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise InputError(f"command line: {path}: {_dotted(place)} holds {node!r}, which has no keys")
+
+
+def _plugin_path(document: Document, name: str, index: int, folder: Path) -> str:
+    for base in (folder, Path.cwd()):
+        if (base / name).is_file():
+            return str((base / name).resolve())
+    raise document.error(("plugins", index), f"plugins: {name}: no such file in {folder} or {Path.cwd()}")
+
+
+def _by_dependency(sweep: Sweep) -> dict[str, Parameter]:
+    """Parameters in the order of the file, each after those that its `when` refers to."""
+    given, ordered = sweep.file.parameters, {}
+
+    def place(path: str, waiting: tuple[str, ...]) -> None:
+        if path in ordered:
+            return
+        if path in waiting:
+            raise sweep.error(("parameters", path, "when"), f"refers to itself through {' -> '.join((*waiting, path))}")
+        for key in given[path].when:
+            if key not in given:
+                hint = _close(key, given)
+                raise sweep.error(("parameters", path, "when", key), f"is not a swept parameter{hint}")
+            place(key, (*waiting, path))
+        ordered[path] = given[path]
+
+    for path in given:
+        place(path, ())
+    return ordered
+
+
+def _check_parameters(sweep: Sweep) -> None:
+    for path, parameter in sweep.parameters.items():
+        place: Key = ("parameters", path)
+        _check_path(sweep, path, place)
+        if parameter.values is None and sweep.file.method == "grid":
+            raise sweep.error(place, "a range does not go with method grid; give values, or use random or tpe")
+        for index, value in enumerate(parameter.values or []):
+            if any(value == other for other in (parameter.values or [])[:index]):
+                raise sweep.error((*place, "values", index), f"{value!r} equals an earlier value")
+        for key, wanted in parameter.when.items():
+            possible = sweep.parameters[key].values
+            for value in wanted if isinstance(wanted, list) else [wanted]:
+                if possible is not None and not any(same(value, other) for other in possible):
+                    raise sweep.error((*place, "when", key), f"{value!r} is none of the values {possible}")
+        section, key = path.split(".", 1)
+        settings = _SETTINGS.get(section)
+        for value in corners(parameter):
+            try:
+                if settings is not None:
+                    settings.model_validate({key: value})
+            except ValidationError as error:
+                raise sweep.error(place, _message(error.errors(include_url=False)[0])) from None
+    for index, baseline in enumerate(sweep.file.baseline):
+        for path in baseline:
+            _check_path(sweep, path, ("baseline", index, path))
+    if sweep.file.method != "grid" and sweep.file.budget.trials is None:
+        raise sweep.error(("budget",), f"trials: method {sweep.file.method} needs a number of trials")
+    if sweep.file.method != "grid" and not sweep.parameters:
+        raise sweep.error(("parameters",), f"method {sweep.file.method} needs at least one parameter")
+
+
+def _check_path(sweep: Sweep, path: str, place: Key) -> None:
+    section, _, key = path.partition(".")
+    if section not in SECTIONS or not key:
+        raise sweep.error(place, f"must be a path into base ({', '.join(f'{s}.…' for s in SECTIONS)}), got {path!r}")
+    settings = _SETTINGS.get(section)
+    if settings is not None and key not in settings.model_fields:
+        raise sweep.error(place, f"{section} has no setting {key!r}{_close(key, settings.model_fields)}")
+
+
+def _check_names(sweep: Sweep) -> None:
+    """Names of variants and tasks, from file names, entry points and the text of plugins; nothing is imported."""
+    for section, key, folder, group, decorator in (
+        ("task", "name", Path(__file__).parent / "tasks", "attention_tasks", "register_task"),
+        ("attention", "variant", Path(__file__).parent.parent / "variants", "attention_variants", "register"),
+    ):
+        known = {file.stem for file in folder.glob("*.py") if not file.stem.startswith("_")}
+        known |= {entry.name for entry in importlib.metadata.entry_points(group=group)}
+        readable = True
+        for plugin in sweep.plugins:
+            names = _registered_names(sweep, plugin, decorator)
+            readable = readable and names is not None
+            known |= names or set()
+        path = f"{section}.{key}"
+        given = sweep.file.base.model_dump()[section]
+        if key not in given and path not in sweep.parameters:
+            raise sweep.error(("base", section), f"{key}: needs to be given (there are: {', '.join(sorted(known))})")
+        wanted: list[tuple[Key, Any]] = [(("base", section, key), given[key])] if key in given else []
+        swept = sweep.parameters.get(path)
+        if swept is not None:
+            wanted += [(("parameters", path, "values", i), value) for i, value in enumerate(swept.values or [])]
+            if swept.values is None:
+                raise sweep.error(("parameters", path), "is a name, so it needs values")
+        wanted += [(("baseline", i, path), line[path]) for i, line in enumerate(sweep.file.baseline) if path in line]
+        for place, name in wanted:
+            if name not in known and readable:
+                raise sweep.error(place, f"unknown {key} {name!r}{_close(name, known)} (there are: {', '.join(sorted(known))})")
+
+
+def _registered_names(sweep: Sweep, plugin: str, decorator: str) -> set[str] | None:
+    """The names that a plugin's decorators register, read from its text; None where one is not written out."""
+    try:
+        module = ast.parse(Path(plugin).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise sweep.error(("plugins",), f"{plugin}:{error.lineno}: {error.msg}") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise sweep.error(("plugins",), f"{plugin}: cannot be read: {error}") from None
+    names: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == decorator:
+            if not (node.args and isinstance(node.args[0], ast.Constant)):
+                return None
+            names.add(str(node.args[0].value))
+    return names
+
+
+def _check_consistency(sweep: Sweep) -> None:
+    """Settings of model and training that exclude each other, in any combination: sizes that do not divide, above all."""
+    relevant: dict[str, Parameter] = {}
+
+    def need(path: str) -> None:
+        for key in sweep.parameters[path].when:
+            need(key)
+        relevant[path] = sweep.parameters[path]
+
+    for path in sweep.parameters:
+        if path.split(".")[0] in ("model", "train"):
+            need(path)
+    for assignment in itertools.islice(assignments(relevant, _every), MAX_CHECKED):
+        tree = sweep.tree(assignment)
+        try:
+            Model(**tree["model"]), Train(**tree["train"])
+        except ValidationError as error:
+            raise _section_error(sweep, error, assignment) from None
+
+
+def _every(parameter: Parameter) -> Sequence[Any]:
+    """All values of a list or of a whole-number range; the ends of another."""
+    if parameter.values is None and isinstance(parameter.min, int) and isinstance(parameter.max, int):
+        step = parameter.step if isinstance(parameter.step, int) else 1
+        return range(parameter.min, parameter.max + 1, step)[:1000]
+    return corners(parameter)
+
+
+def _section_error(sweep: Sweep, error: ValidationError, assignment: Assignment) -> InputError:
+    message = _message(error.errors(include_url=False)[0])
+    culprit = next((path for path in reversed(assignment) if path.split(".", 1)[1] in message), None)
+    if culprit is not None:
+        return sweep.error(("parameters", culprit), message)
+    section = "train" if "steps" in message or "lr" in message else "model"
+    key = next(
+        (key for key in reversed(message.replace(",", " ").split()) if ("base", section, key) in sweep.document.lines),
+        None,
+    )
+    return sweep.error(("base", section, key) if key else ("base", section), message)
+
+
+def _first_error(document: Document, error: ValidationError) -> InputError:
+    """The schema's first finding, at its line. Unknown keys come first: they explain what is missing."""
+    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")[0]
+    place = tuple(part for part in found["loc"] if not (isinstance(part, str) and part in ("int", "float", "constrained-int")))
+    if found["type"] == "extra_forbidden":
+        return document.error(place, f"{_dotted(place)}: unknown key{_close(str(place[-1]), _siblings(place))}")
+    return document.error(place, f"{_dotted(place) or 'sweep file'}: {_message(found)}")
+
+
+def _siblings(place: Key) -> list[str]:
+    """The keys that the schema knows beside a place."""
+    schema = SweepFile.model_json_schema()
+    node: Any = schema
+    for part in place[:-1]:
+        node = node.get("properties", {}).get(part) or node.get("items") or node.get("additionalProperties") or {}
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    return list(node.get("properties", {}))
+
+
+def _message(found: Any) -> str:
+    if found["type"] == "missing":
+        return "needs to be given"
+    if found["type"] == "value_error":
+        return str(found["msg"]).removeprefix("Value error, ")
+    text = str(found["msg"]).replace("Input should be", "must be").replace("should have", "must have")
+    return f"{text}, got {found['input']!r}"
+
+
+def _close(name: Any, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _dotted(place: Key) -> str:
+    return ".".join(str(part) for part in place)
