@@ -138,11 +138,19 @@ class Attention(nn.Module):
         """
         if not self.spec.decode:
             raise MaskError(f"{self.name}: does not decode step by step (its Spec does not claim it)")
-        self._check(q, k, v, Mask(causal=True, keys=keys))
+        self._check_step(q, k, v, keys)
         state = KeyValueState(k, v, keys) if state is None else state.extend(k, v, keys)
         return self(q, state.k, state.v, Mask(causal=True, keys=state.keys)).out, state
 
+    def _check_step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> None:
+        """New tokens fit each other: as many queries as keys."""
+        self._check(q, k, v, Mask(causal=True, keys=keys))
+        if q.shape[2] != k.shape[2]:
+            raise ShapeError(f"{self.name}: step takes as many new queries as keys, got {q.shape[2]} and {k.shape[2]}")
+
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+        if not isinstance(mask, Mask):
+            raise MaskError(f"{self.name}: mask must be a Mask, got {type(mask).__name__}; write Mask(pairs=...) or Mask(keys=...)")
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
                 raise ShapeError(f"{self.name}: {name} must be (B, heads, length, dim), got shape {tuple(tensor.shape)}")

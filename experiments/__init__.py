@@ -1,1 +1,5 @@
 """From a sweep file to a table that can be trusted: search, train, measure, track."""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler reports itself on standard error; read when torch is loaded

@@ -9,11 +9,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from experiments.errors import ExperimentError, InputError
+
+if TYPE_CHECKING:
+    from experiments.sweep import Resolver, Sweep
 
 app = typer.Typer(
     add_completion=False,
@@ -85,15 +88,16 @@ def run(
     sweep = sweeps.load(file, given, plugin or [])
     target = _target(tracking_uri, home)
     terminal = Terminal(sys.stderr if json_output else sys.stdout)
-    resolver = sweeps.Resolver(sweep)
-    resolver.check()
     if dry_run:
         from experiments import show as costs
 
-        print(costs.plan(sweep, resolver))
+        print(costs.plan(sweep, _resolve(sweep)))
         return
-    from experiments import store, study
     from experiments.executors.local import LocalExecutor
+
+    workers = LocalExecutor()  # its server loads torch while this process does
+    resolver = _resolve(sweep)
+    from experiments import store, study
 
     study.devices(sweep)  # before anything is moved or written
     if new:
@@ -101,7 +105,7 @@ def run(
         if kept is not None:
             terminal.say(f"the earlier study is kept in {kept}")
     with terminal:
-        outcome = study.Study(sweep, resolver, home, target, LocalExecutor(), terminal).run()
+        outcome = study.Study(sweep, resolver, home, target, workers, terminal).run()
     if json_output:
         print(json.dumps(study.as_json(outcome)))
     else:
@@ -125,8 +129,7 @@ def show(file: File, overrides: Overrides = None, plugin: Plugin = None, json_ou
     from experiments import sweep as sweeps
 
     sweep = sweeps.load(file, list(overrides or []), plugin or [])
-    resolver = sweeps.Resolver(sweep)
-    resolver.check()
+    resolver = _resolve(sweep)
     if json_output:
         print(json.dumps(costs.as_json(sweep, resolver)))
         return
@@ -213,6 +216,15 @@ def schema() -> None:
     from experiments.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
+
+
+def _resolve(sweep: Sweep) -> Resolver:
+    """Ask tasks and variants for their settings, and check every configuration."""
+    from experiments.sweep import Resolver
+
+    resolver = Resolver(sweep)
+    resolver.check()
+    return resolver
 
 
 def _load_plugins(paths: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from core import Attention, Mask, MultiHeadAttention
 from experiments.tasks import Batch, Task
@@ -63,18 +63,22 @@ def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _flash_forward(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _forward_operations(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return sdpa_flop_count(query, key, value)
 
 
-def _flash_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
+def _backward_operations(grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * sdpa_flop_count(query, key, value)
 
 
-# torch counts nothing for its CPU flash kernel.
-_CPU_FLASH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+# torch counts nothing for its CPU flash kernel, and for the others it counts the scores that backward recomputes: that is a
+# property of the kernel, not of the mechanism. Counted this way, a fused kernel costs what the plain products cost.
+_FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_operations,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_operations,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _backward_operations,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: _backward_operations,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward: _backward_operations,
 }
 
 
@@ -84,7 +88,7 @@ def flops_per_token(model: nn.Module, task: Task, batch: Batch) -> float:
     Takes one forward and backward; random streams and gradients are left as they were.
     """
     devices = [batch.inputs.device] if batch.inputs.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), FlopCounterMode(display=False, custom_mapping=_CPU_FLASH) as counter:
+    with torch.random.fork_rng(devices), FlopCounterMode(display=False, custom_mapping=_FUSED) as counter:
         total, count = task.loss(model(batch.inputs, batch.keys), batch)
         (total / count.clamp(min=1)).backward()
     model.zero_grad(set_to_none=True)

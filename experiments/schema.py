@@ -127,6 +127,8 @@ class SweepFile(Strict):
             raise ValueError("the same seed stands twice")
         if min(seeds) < 0:
             raise ValueError("a seed must be 0 or more")
+        if max(seeds) >= 2**63:
+            raise ValueError("a seed must be below 2**63")
         return seeds
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import optuna
@@ -12,9 +13,10 @@ from optuna.trial import Trial, TrialState, create_trial
 
 from experiments.schema import Parameter
 from experiments.seeding import derive
-from experiments.sweep import Assignment, Sweep, is_active
+from experiments.sweep import Assignment, Sweep, assignments, is_active
 
 MAX_REPEATS = 100  # proposals in a row that were tried already
+MAX_LISTED = 100_000  # configurations of a space that is listed
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -31,6 +33,7 @@ class Search:
         direction = sweep.file.objectives[0].goal
         self._study = optuna.create_study(direction=direction, sampler=optuna.samplers.RandomSampler(seed=0))
         self._grid: Iterator[Assignment] | None = sweep.grid() if sweep.file.method == "grid" else None
+        self._listable = not any(isinstance(_distribution(p), FloatDistribution) for p in sweep.parameters.values())
         self._asked = 0
         self._trials: dict[int, Trial] = {}  # our number -> Optuna's trial that waits for its value
 
@@ -58,7 +61,7 @@ class Search:
         """
         if self._grid is not None:
             return next((assignment for assignment in self._grid if is_new(assignment)), None)
-        for repeat in range(MAX_REPEATS):
+        for repeat in range(MAX_REPEATS if not self._listable else MAX_REPEATS // 5):
             self._study.sampler = self._sampler(repeat)
             trial = self._study.ask()
             assignment = self._suggest(trial)
@@ -66,7 +69,19 @@ class Search:
                 self._waiting = trial
                 return assignment
             self._study.tell(trial, state=TrialState.FAIL)
-        return None
+        return self._first_left(is_new)
+
+    def _first_left(self, is_new: Any) -> Assignment | None:
+        """What a sampler that repeats itself has left of a space that can be listed, the first in the order of the file."""
+        if not self._listable:
+            return None
+        left = filter(is_new, itertools.islice(assignments(self.sweep.parameters, _every), MAX_LISTED))
+        found = next(left, None)
+        if found is not None:
+            self._study.enqueue_trial({path: _label(self.sweep.parameters[path], value) for path, value in found.items()})
+            self._waiting = self._study.ask()
+            self._suggest(self._waiting)
+        return found
 
     def begin(self, number: int) -> None:
         """The configuration of the last `ask` has become trial `number`."""
@@ -103,6 +118,14 @@ def _distribution(parameter: Parameter) -> BaseDistribution:
     if isinstance(parameter.min, int) and isinstance(parameter.max, int) and not isinstance(parameter.step, float):
         return IntDistribution(parameter.min, parameter.max, log=parameter.log, step=parameter.step or 1)
     return FloatDistribution(float(parameter.min), float(parameter.max), log=parameter.log, step=parameter.step)
+
+
+def _every(parameter: Parameter) -> Sequence[Any]:
+    if parameter.values is not None:
+        return parameter.values
+    distribution = _distribution(parameter)
+    assert isinstance(distribution, IntDistribution)
+    return range(distribution.low, distribution.high + 1, distribution.step)
 
 
 def _label(parameter: Parameter, value: Any) -> Any:

@@ -50,9 +50,8 @@ def costs(sweep: Sweep, resolver: Resolver) -> str:
     lines = aligned(rows)
     if total is not None:
         parallel = sweep.file.budget.parallel
-        lines.append(
-            f"training alone: about {words(total)} one run after another, {words(total / parallel)} with {parallel} at a time"
-        )
+        together = words(total / parallel)
+        lines.append(f"training alone: about {words(total)} one run after another, {together} with {parallel} at a time")
         lines.append("(steps measured on one thread, validation and start not counted)")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,7 +170,8 @@ class Store:
             try:
                 yield self._db
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # SQLite has rolled back by itself where the disk is full
+                    self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
         except sqlite3.OperationalError as error:
@@ -242,7 +243,7 @@ class Store:
     ) -> None:
         db.execute(
             "UPDATE runs SET figures = json_patch(figures, ?), tags = json_patch(tags, ?), version = version + 1 WHERE id = ?",
-            (json.dumps(figures), json.dumps(tags or {}), run),
+            (json.dumps({name: value for name, value in figures.items() if _finite(value)}), json.dumps(tags or {}), run),
         )
 
     def add_metrics(self, run: int, step: int, time_ms: int, values: dict[str, float]) -> None:
@@ -292,9 +293,12 @@ def read_trials(db: sqlite3.Connection, where: str = "", values: tuple[Any, ...]
 
 def read_runs(db: sqlite3.Connection, where: str = "", values: tuple[Any, ...] = ()) -> list[RunRow]:
     """Runs from a connection."""
-    columns = "id, trial, seed, state, cause, message, attempts, lost, started, ended, tags, figures, version"
-    rows = db.execute(f"SELECT {columns} FROM runs {where} ORDER BY id", values)
-    return [RunRow(*row[:10], json.loads(row[10]), json.loads(row[11]), row[12]) for row in rows]
+    columns = [field.name for field in fields(RunRow)]
+    found = []
+    for row in db.execute(f"SELECT {', '.join(columns)} FROM runs {where} ORDER BY id", values):
+        cell = dict(zip(columns, row, strict=True))
+        found.append(RunRow(**{**cell, "tags": json.loads(cell["tags"]), "figures": json.loads(cell["figures"])}))
+    return found
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -353,6 +357,6 @@ def study_folder(home: Path, name: str) -> Path:
         InputError: a name that leads outside.
     """
     folder = home / "studies" / name
-    if folder.parent.resolve() != (home / "studies").resolve():
+    if folder.name != name or name == "..":
         raise InputError(f"study {name!r}: is no plain name")
     return folder

@@ -23,6 +23,7 @@ Key = tuple[str | int, ...]
 
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORDS: dict[str, Any] = {
     "": None, "~": None, "null": None, "Null": None, "NULL": None,
     "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
@@ -51,9 +52,17 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes without resolving any scalar, so that every tag left on a node was written by hand."""
+    """Composes nodes without resolving any scalar, and refuses every tag that was written by hand."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            problem = f"tag {tag!r}: tags are not accepted, a sweep file is plain data"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
 
 
 def scalar(text: str) -> Any:
@@ -100,7 +109,8 @@ def parse(text: str, source: str) -> Document:
         InputError: `source:line: what is wrong`.
     """
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -112,6 +122,8 @@ def parse(text: str, source: str) -> Document:
         raise InputError(f"{source}:1: is nested too deeply (at most {MAX_DEPTH} levels)") from None
     except yaml.YAMLError as error:
         raise InputError(f"{source}:1: {' '.join(str(error).split())}") from None
+    except (ValueError, OverflowError):  # PyYAML converts escapes and versions without looking at their size
+        raise InputError(f"{source}:{loader.line + 1}: holds an escape or a version that is out of range") from None
     reader = _Reader(source)
     return Document(source, None if node is None else reader.value(node, (), 0), reader.lines)
 
@@ -132,8 +144,6 @@ class _Reader:
         if self.nodes > MAX_NODES:
             raise self.error(node, f"holds more than {MAX_NODES} values once its aliases are expanded")
         self.lines.setdefault(path, node.start_mark.line + 1)
-        if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
-            raise self.error(node, f"tag {node.tag!r}: tags are not accepted, a sweep file is plain data")
         if isinstance(node, yaml.ScalarNode):
             return self.plain(node)
         if isinstance(node, yaml.SequenceNode):
@@ -142,6 +152,8 @@ class _Reader:
         return self.mapping(node, path, depth)
 
     def plain(self, node: yaml.ScalarNode) -> Any:
+        if _SURROGATE.search(node.value):
+            raise self.error(node, "holds half of a surrogate pair, which is no character")
         if node.style is not None:
             return node.value
         try:

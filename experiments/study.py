@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import subprocess
@@ -259,6 +261,9 @@ class Study:
             known = ", ".join(sorted(figures))
             self.store.end_run(run.id, "failed", "error", f"objective {metric!r} was not recorded (there are: {known})", figures)
             return
+        if not math.isfinite(figures[metric]):
+            self.store.end_run(run.id, "failed", "diverged", f"objective {metric} is {figures[metric]}", figures)
+            return
         self.durations.append(seconds)
         self.store.end_run(run.id, "finished", None, None, figures)
         what = describe(self.store.trial(run.trial).assignment)
@@ -423,7 +428,8 @@ def changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             changes.append(f"parameters.{path}: {'was added' if path in after else 'was taken away'}")
             continue
         a, b = before[path], after[path]
-        grown = a["values"] is not None and b["values"] is not None and b["values"][: len(a["values"])] == a["values"]
+        # As text, because Python takes 1, 1.0 and True for the same.
+        grown = bool(a["values"] and b["values"]) and _labels(b["values"][: len(a["values"])]) == _labels(a["values"])
         widened = a["values"] is None and b["values"] is None and b["min"] <= a["min"] and b["max"] >= a["max"]
         same_kind = all(type(a[bound]) is type(b[bound]) for bound in ("min", "max"))
         rest = all(a[key] == b[key] for key in ("log", "step", "when"))
@@ -435,6 +441,10 @@ def changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if flat_old.get(path) != flat_new.get(path):
             changes.append(f"{path}: was {flat_old.get(path, 'not given')!r}, is now {flat_new.get(path, 'not given')!r}")
     return changes
+
+
+def _labels(values: list[Any]) -> list[str]:
+    return [json.dumps(value) for value in values]
 
 
 def _short(parameter: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import copy
 import difflib
 import importlib.metadata
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,19 +169,22 @@ class Resolver:
             except PluginError as error:
                 raise sweep.error(("plugins", index), str(error)) from error
 
-    def run(self, assignment: Assignment) -> Run:
+    def run(self, assignment: Assignment, origin: Key = ("parameters",)) -> Run:
         """The complete configuration of an assignment.
+
+        Args:
+            origin: where the assignment stands in the file, for the lines of errors.
 
         Raises:
             InputError: what the task, the model or the variant refuses, at the line that asked for it.
         """
         tree = self.sweep.tree(assignment)
-        task = self._own("task", "name", self._tasks, tree["task"], assignment)
-        attention = self._own("attention", "variant", self._variants, tree["attention"], assignment)
+        task = self._own("task", "name", self._tasks, tree["task"], assignment, origin)
+        attention = self._own("attention", "variant", self._variants, tree["attention"], assignment, origin)
         try:
             model, train = Model(**tree["model"]), Train(**tree["train"])
         except ValidationError as error:
-            raise _section_error(self.sweep, error, assignment) from None
+            raise _section_error(self.sweep, error, assignment, origin) from None
         run = Run(task=task, model=model, attention=attention, train=train)
         self._check_task(run)
         return run
@@ -191,22 +195,29 @@ class Resolver:
         Raises:
             InputError.
         """
+        seen: dict[str, int] = {}
         for index, baseline in enumerate(self.sweep.file.baseline):
-            try:
-                self.run(baseline)
-            except InputError as error:
-                raise self.sweep.error(("baseline", index), str(error).split(": ", 1)[-1]) from None
+            name = self.run(baseline, ("baseline", index)).hash()
+            if name in seen:
+                raise self.sweep.error(("baseline", index), f"is the same configuration as baseline.{seen[name]}")
+            seen[name] = index
         for assignment in itertools.islice(assignments(self.sweep.parameters, corners), MAX_CHECKED):
             self.run(assignment)
 
-    def _own(self, section: str, key: str, registry: Any, given: dict[str, Any], assignment: Assignment) -> dict[str, Any]:
+    def _own(
+        self, section: str, key: str, registry: Any, given: dict[str, Any], assignment: Assignment, origin: Key
+    ) -> dict[str, Any]:
         settings = dict(given)
         name = settings.pop(key, None)
-        cls = registry.get(name)
+        try:
+            cls = registry.get(name)
+        except ValueError as error:  # a name that only an import could tell, or a broken package
+            path = f"{section}.{key}"
+            raise self.sweep.error((*origin, path) if path in assignment else ("base", section, key), str(error)) from error
         for setting in settings:
             if setting not in cls.Config.model_fields:
                 path = f"{section}.{setting}"
-                place: Key = ("parameters", path) if path in assignment else ("base", section, setting)
+                place: Key = (*origin, path) if path in assignment else ("base", section, setting)
                 fields = cls.Config.model_fields
                 swept = f"{section}.{key}" in self.sweep.parameters
                 hint = f"; if it is meant for another, add `when: {{{section}.{key}: ...}}`" if swept else ""
@@ -219,7 +230,7 @@ class Resolver:
             complete = self._make_config(cls, settings).model_dump()
         except ValueError as error:
             at = next((p for p in assignment if p.startswith(f"{section}.") and p.split(".", 1)[1] in str(error)), None)
-            raise self.sweep.error(("parameters", at) if at else ("base", section), str(error)) from None
+            raise self.sweep.error((*origin, at) if at else ("base", section), str(error)) from None
         return {key: name, **complete}
 
     def _check_task(self, run: Run) -> None:
@@ -264,7 +275,7 @@ def _apply_override(document: Document, override: str) -> None:
 
 def _plugin_path(document: Document, name: str, index: int, folder: Path) -> str:
     for base in (folder, Path.cwd()):
-        if (base / name).is_file():
+        if os.path.isfile(base / name):  # unlike Path.is_file, False for a name that no file can have
             return str((base / name).resolve())
     raise document.error(("plugins", index), f"plugins: {name}: no such file in {folder} or {Path.cwd()}")
 
@@ -301,6 +312,8 @@ def _check_parameters(sweep: Sweep) -> None:
                 raise sweep.error((*place, "values", index), f"{value!r} equals an earlier value")
         for key, wanted in parameter.when.items():
             possible = sweep.parameters[key].values
+            if wanted == []:
+                raise sweep.error((*place, "when", key), "needs at least one value")
             for value in wanted if isinstance(wanted, list) else [wanted]:
                 if possible is not None and not any(same(value, other) for other in possible):
                     raise sweep.error((*place, "when", key), f"{value!r} is none of the values {possible}")
@@ -355,7 +368,7 @@ def _check_names(sweep: Sweep) -> None:
                 raise sweep.error(("parameters", path), "is a name, so it needs values")
         wanted += [(("baseline", i, path), line[path]) for i, line in enumerate(sweep.file.baseline) if path in line]
         for place, name in wanted:
-            if name not in known and readable:
+            if not isinstance(name, str) or (name not in known and readable):
                 raise sweep.error(place, f"unknown {key} {name!r}{_close(name, known)} (there are: {', '.join(sorted(known))})")
 
 
@@ -404,11 +417,11 @@ def _every(parameter: Parameter) -> Sequence[Any]:
     return corners(parameter)
 
 
-def _section_error(sweep: Sweep, error: ValidationError, assignment: Assignment) -> InputError:
+def _section_error(sweep: Sweep, error: ValidationError, assignment: Assignment, origin: Key = ("parameters",)) -> InputError:
     message = _message(error.errors(include_url=False)[0])
     culprit = next((path for path in reversed(assignment) if path.split(".", 1)[1] in message), None)
     if culprit is not None:
-        return sweep.error(("parameters", culprit), message)
+        return sweep.error((*origin, culprit), message)
     section = "train" if "steps" in message or "lr" in message else "model"
     key = next(
         (key for key in reversed(message.replace(",", " ").split()) if ("base", section, key) in sweep.document.lines),

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -168,12 +169,14 @@ class Mirror:
 
     def _connect(self) -> Any:
         if self._client is None:
-            for name in ("mlflow", "alembic"):
-                logging.getLogger(name).setLevel(logging.ERROR)
             from mlflow.tracking import MlflowClient
 
+            for name in ("mlflow", "mlflow.store.db.utils", "alembic"):  # tables that are made are no news
+                logging.getLogger(name).setLevel(logging.ERROR)
             self._home.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(self._home / "mlflow.lock"):  # MLflow breaks when two processes create its file
+                if self.target == default_target(self._home):
+                    _make_database(self._home / "mlflow.db")
                 client = MlflowClient(tracking_uri=self.target)
                 self.experiment_id = self._find_experiment(client)
             self._client = client
@@ -318,8 +321,10 @@ def serve(target: str, home: Path, port: int, *, open_browser: bool) -> int:
             raise InputError(f"--port {port}: cannot be used ({error.strerror}); give another") from None
     command = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", target]
     command += ["--default-artifact-root", (home / "artifacts").resolve().as_uri(), "--workers", "1"]
-    server = subprocess.Popen(command)
+    # It has children, which must end with it; what it says is no output of ours.
+    server = subprocess.Popen(command, start_new_session=True, stdout=sys.stderr)
     address = f"http://127.0.0.1:{port}"
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while server.poll() is None and not _answers(port):
             time.sleep(0.1)
@@ -331,7 +336,8 @@ def serve(target: str, home: Path, port: int, *, open_browser: bool) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        server.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait()
 
 
@@ -339,6 +345,19 @@ def _answers(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _make_database(path: Path) -> None:
+    """MLflow's tables, whole or not at all: a kill while it makes them would leave a file that it refuses for ever."""
+    for left in path.parent.glob(f"{path.name}.*.part*"):
+        left.unlink(missing_ok=True)
+    if path.exists():
+        return
+    from mlflow.tracking import MlflowClient
+
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    MlflowClient(tracking_uri=f"sqlite:///{part.resolve()}").search_experiments(max_results=1)
+    part.rename(path)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,10 @@ from experiments.seeding import derive
 from experiments.tasks import Batch, Split, Task
 
 MAX_SKIPPED = 10  # steps in a row without a finite gradient
-_PROGRESS = ("step", "skipped", "skipped_in_a_row", "order", "peak_bytes")  # what a checkpoint holds beside the states
+_PROGRESS = ("step", "skipped", "skipped_in_a_row", "order", "peak_bytes", "told")  # what a checkpoint holds beside the states
+
+
+Record = Callable[[int, int, dict[str, float]], None]
 
 
 class DivergedError(RuntimeError):
@@ -45,8 +48,10 @@ def learning_rate(train: config.Train, step: int) -> float:
 
 def make_optimizer(model: nn.Module, train: config.Train) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in model.parameters():  # a number a head is no matrix, though it may have the axes of one
+        (matrices if sum(size > 1 for size in parameter.shape) >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=train.lr, betas=(train.beta1, train.beta2), fused=True
@@ -57,7 +62,8 @@ class Trainer:
     """Trains a model on a task.
 
     Args:
-        record: called with (step, values) for what shall be stored; step counts the steps done.
+        record: called with (step, milliseconds since 1970, values) for what shall be stored; step counts the steps done. What a
+            checkpoint knows is told again when it is gone on from, since the driver may have died before it stored it.
         checkpoint: where to keep the state; None: nowhere. An existing file of this run is gone on from.
         stop: asked before every step; True ends the run with StoppedError after a checkpoint.
         measure_memory: record the peak of the second step, which that makes slower.
@@ -70,13 +76,14 @@ class Trainer:
         model: nn.Module,
         seed: int,
         device: torch.device,
-        record: Callable[[int, dict[str, float]], None],
+        record: Record,
         checkpoint: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
         measure_memory: bool = True,
     ) -> None:
         self.train, self.task, self.model, self.seed, self.device = run.train, task, model, seed, device
-        self.record, self.checkpoint, self.stop, self.measure_memory = record, checkpoint, stop, measure_memory
+        self.tell, self.checkpoint, self.stop, self.measure_memory = record, checkpoint, stop, measure_memory
+        self.told: list[tuple[int, int, dict[str, float]]] = []
         self.identity = f"{run.hash()}/{seed}"
         self.optimizer = make_optimizer(model, run.train)
         half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[run.train.precision]
@@ -92,6 +99,11 @@ class Trainer:
         torch.manual_seed(derive("dropout", seed))
         if checkpoint is not None and checkpoint.exists():
             self._restore(checkpoint)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Tell what shall be stored, and remember it for the checkpoint."""
+        self.told.append((step, time.time_ns() // 1_000_000, values))
+        self.tell(*self.told[-1])
 
     def fit(self) -> dict[str, float]:
         """Train to the end.
@@ -237,6 +249,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for name in _PROGRESS:
             setattr(self, name, state[name])
+        for record in self.told:
+            self.tell(*record)
         if "optimizer" not in state:  # training had ended, only its end was not stored
             return
         self.optimizer.load_state_dict(state["optimizer"])

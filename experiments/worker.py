@@ -25,6 +25,7 @@ from experiments.train import DivergedError, StoppedError, Trainer
 Send = Callable[[Event], None]
 Stop = Callable[[], bool]
 
+_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")  # CUDA; the CPU's allocator on Windows, elsewhere
 SPEED_ROUNDS = 3
 SPEED_WARMUP = 2
 SPEED_STEPS = 3
@@ -61,12 +62,13 @@ def run_job(job: Job, send: Send, stop: Stop) -> None:
 
 def name_cause(error: BaseException) -> tuple[str, str]:
     """(cause, one line): oom, diverged, or error with the place in the code where it was raised."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    # A message may name a file in bytes that are no text, and what is stored must be text.
+    line = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace").decode()
     if isinstance(error, DivergedError):
         return "diverged", str(error)
     words = str(error).lower()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and ("out of memory" in words or "not enough memory" in words)
+        isinstance(error, RuntimeError) and any(each in words for each in _NO_MEMORY)
     ):
         return "oom", line
     frames = traceback.extract_tb(error.__traceback__)
@@ -86,8 +88,8 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
     task = make_task(run)
     model = build_model(run, task, job.seed, device)
 
-    def record(step: int, values: dict[str, float]) -> None:
-        send(Event(type="metrics", key=job.key, time=now(), step=step, values=values))
+    def record(step: int, when: int, values: dict[str, float]) -> None:
+        send(Event(type="metrics", key=job.key, time=when, step=step, values=values))
 
     checkpoint = None if job.checkpoint is None else Path(job.checkpoint)
     trainer = Trainer(run, task, model, job.seed, device, record, checkpoint, stop)
@@ -106,7 +108,7 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
         figures["memory/state_bytes"] = state_bytes
     model.eval()
     figures |= measure.attention_figures(model, trainer.batch("val", 0))
-    record(run.train.steps, figures)
+    record(run.train.steps, now(), figures)
     trainer.save_weights()
     send(Event(type="info", key=job.key, time=now(), tags=tags))
     return figures
@@ -160,7 +162,7 @@ def _task_key(run: config.Run) -> str:
 
 def _step_seconds(run: config.Run, task: Task, device: torch.device) -> float:
     model = build_model(run, task, 0, device)
-    trainer = Trainer(run, task, model, 0, device, lambda step, values: None, measure_memory=False)
+    trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None, measure_memory=False)
     if run.train.compile:
         model.compile()
     for _ in range(SPEED_WARMUP):
@@ -172,7 +174,7 @@ def probe(run: config.Run, device: torch.device) -> dict[str, float]:
     """What one configuration costs, from three real steps: memory/peak_mb, cost/*, speed/step_ms (beside other work)."""
     task = make_task(run)
     model = build_model(run, task, 0, device)
-    trainer = Trainer(run, task, model, 0, device, lambda step, values: None)
+    trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None)
     figures: dict[str, float] = {
         "cost/flops_per_token": measure.flops_per_token(model, task, trainer.batch("train", 0)),
         "cost/params": measure.parameters(model),

@@ -84,7 +84,7 @@ class Linear(Attention):
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, Any]:
         """As the base, but what is kept has a constant size."""
-        self._check(q, k, v, Mask(causal=True, keys=keys))
+        self._check_step(q, k, v, keys)
         if keys is not None:
             hidden = ~keys.to(k.device)[:, None, :, None]
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from core.contract.check import check
 from core.contract.report import Report, Result
 from core.contract.rules import RULES
+from core.contract.runner import check
 
 if TYPE_CHECKING:
     from core.contract.suite import ContractSuite

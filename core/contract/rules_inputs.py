@@ -118,6 +118,9 @@ def bad_input_is_refused(subject: Subject) -> None:
         cases.append(("pairs (2, 1, 7, 7) for a batch of 3", (q, k, v), Mask(pairs=torch.ones(2, 1, 7, 7).bool())))
     for what, (a, b, c), mask in cases:
         _refused(module, what, lambda a=a, b=b, c=c, mask=mask: module(a, b, c, mask))  # type: ignore[misc]
+    _refused(module, "a bare tensor as mask", lambda: module(q, k, v, torch.ones(7, 7, dtype=torch.bool)))
+    if subject.spec.decode:
+        _refused(module, "a step of 7 queries and 6 keys", lambda: module.step(q, k[:, :, :6], v[:, :, :6], None))
 
 
 def _refused(module: torch.nn.Module, what: str, call: Callable[[], object]) -> None:

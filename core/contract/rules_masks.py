@@ -35,7 +35,8 @@ def single_key_returns_value(subject: Subject) -> None:
     spec = subject.spec
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         module = subject.module(dtype=dtype)
-        tolerance = TIGHT if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
+        # A mechanism that divides two sums of D * D signed terms returns the value up to their rounding in float32.
+        tolerance = {torch.float64: TIGHT, torch.float32: 1e-5}.get(dtype, 2 * torch.finfo(dtype).eps)
         q, k, v = subject.qkv(B, H, L=L, dtype=dtype)
         cases: list[tuple[str, Mask, Tensor, Tensor]] = []  # rows to compare (B, H, L), the index of their key (B, H, L)
         everywhere = torch.ones(B, H, L, dtype=torch.bool)

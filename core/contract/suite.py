@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from core.attention import Attention, AttentionConfig
-from core.contract.check import check
 from core.contract.rules import RULES
+from core.contract.runner import check
 
 
 class ContractSuite:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,12 +25,13 @@ _SEND_EVERY = 0.2  # seconds: metrics in between travel together
 
 
 class LocalExecutor:
-    """See `Executor`. One process a job; the fork server is started with the first."""
+    """See `Executor`. One process a job."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         # torch._dynamo is imported by the first optimiser of a process, which costs over a second.
         self._context.set_forkserver_preload(["experiments.worker", "torch._dynamo"])
+        forkserver.ensure_running()  # loads while the driver still reads its file
         self._running: dict[str, tuple[ForkServerProcess, Connection]] = {}
 
     def submit(self, job: Job) -> None:
@@ -87,7 +89,8 @@ class LocalExecutor:
 
 def _end_of(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
+        named = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
+        name = named.get(-exitcode, f"signal {-exitcode}")
         memory = "; the system kills so when memory runs out" if name == "SIGKILL" else ""
         return f"the worker was killed by {name}{memory}"
     return f"the worker ended without a word (exit code {exitcode})"

@@ -93,11 +93,13 @@ def read_corpus(corpus: str) -> str:
         from pydoc_data.topics import topics
 
         return "\n".join(topics[name] for name in sorted(topics))
-    path = Path(corpus).expanduser()
     try:
+        path = Path(corpus).expanduser()
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"corpus {corpus}: cannot be read ({error.strerror}), from {Path.cwd()}") from None
+    except RuntimeError as error:  # ~name of nobody
+        raise ValueError(f"corpus {corpus}: cannot be read ({error})") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"corpus {corpus}: is not UTF-8 text (byte {error.start})") from None
     if not text:

@@ -93,8 +93,8 @@ def test_default_limit_and_drawn_settings_are_checked() -> None:
     configs = check("topk", rules=["inputs_unchanged"]).configs
     assert configs[0] == {"keep": 8, "temperature": 1.0}
     assert configs[1] == {"keep": 10**9, "temperature": 1.0}
-    assert len(configs) == 4
-    assert 1 <= configs[2]["keep"] <= 6
+    assert len(configs) == 5
+    assert all(1 <= config["keep"] <= 6 for config in configs[2:4])
     assert all(0.1 <= config["temperature"] <= 1.0 for config in configs[2:])
 
 
@@ -152,3 +152,11 @@ def test_suite_fails_with_the_witness(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed" in done.stdout
     assert "no_future_leak: future leak (causal): changing token 1 moves row 0 of out by" in done.stdout
+
+
+def test_a_limit_that_the_config_refuses_is_reported() -> None:
+    class WrongLimit(planted.SoundTopK):
+        spec = core.Spec(**planted.CLAIMS, equals_standard_when={"keep": 0})
+
+    (result,) = check(WrongLimit, rules=["equals_standard"]).results
+    assert "raised ConfigError: : keep: Input should be greater than or equal to 1" in result.witness

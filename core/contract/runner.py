@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import warnings
@@ -15,12 +16,13 @@ from core.attention import Attention, AttentionConfig
 from core.contract.report import Report, Result, settings_line
 from core.contract.rules import RULES, Rule
 from core.contract.subject import NotClaimedError, Subject, ViolationError
-from core.errors import UnknownNameError
+from core.errors import ConfigError, UnknownNameError
 from core.registry import get, make_config, reason, unknown_name
 
-DRAWN_CONFIGS = 2  # as many as the longest list of choices where that is longer, up to MOST_CONFIGS
+DRAWN_CONFIGS = 3  # as many as the longest list of choices where that is longer, up to MOST_CONFIGS
 MOST_CONFIGS = 4
-SMALL = 6  # a window of 200 hides nothing among 9 keys, so one drawn config keeps its whole numbers this small
+BARE, WIDE = 0, 2  # see draw_settings
+MOST_WHEN_SMALL = 6  # a window of 200 hides nothing among 9 keys
 
 
 def check(
@@ -35,12 +37,12 @@ def check(
     Args:
         variant: a registered name, or an Attention subclass, registered or not.
         seeds: for the inputs, the parameters and the drawn settings.
-        configs: settings to check at; None: the default ones, those of `spec.equals_standard_when`, and two drawn ones.
+        configs: settings to check at; None: the default ones, those of `spec.equals_standard_when`, and drawn ones.
         rules: names of the rules to run; None: all.
 
     Raises:
         UnknownNameError, PluginError: no such variant or rule, or a broken plugin.
-        ConfigError: settings in `configs` that the variant refuses.
+        ConfigError: settings in `configs` that the variant refuses, or a field without a default.
     """
     cls = get(variant) if isinstance(variant, str) else variant
     chosen = _choose_rules(rules)
@@ -58,9 +60,10 @@ def check(
 
 def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
     """The default, the limit that equals standard, and drawn settings; each once."""
-    configs = [cls.Config()]
+    configs = [make_config(cls, {})]
     if cls.spec.equals_standard_when is not None:
-        configs.append(make_config(cls, dict(cls.spec.equals_standard_when)))
+        with contextlib.suppress(ConfigError):  # the rule `equals_standard` reports a limit that the variant itself refuses
+            configs.append(make_config(cls, dict(cls.spec.equals_standard_when)))
     source = random.Random(seed)
     choices = [len(search["choices"]) for search in searches(cls).values() if "choices" in search]
     for number in range(min(max([DRAWN_CONFIGS, *choices]), MOST_CONFIGS)):
@@ -84,7 +87,11 @@ def searches(cls: type[Attention]) -> dict[str, Any]:
 
 
 def draw_settings(cls: type[Attention], source: random.Random, number: int) -> dict[str, Any]:
-    """A value from every search range; whole numbers stay small in the first draw, and choices take turns."""
+    """A value from every search range; choices take turns.
+
+    Whole numbers stay small but in the draws from WIDE on, and in the BARE one those that are 0 by default stay 0, so that
+    each part of a mechanism is seen without the others.
+    """
     settings = {}
     for name, search in searches(cls).items():
         if "choices" in search:
@@ -92,7 +99,9 @@ def draw_settings(cls: type[Attention], source: random.Random, number: int) -> d
             continue
         low, high = search["low"], search["high"]
         if isinstance(low, int) and isinstance(high, int):
-            settings[name] = source.randint(low, max(low, min(high, SMALL)) if number == 0 else high)
+            bare = number == BARE and cls.Config.model_fields[name].default == 0
+            most = high if number >= WIDE else max(low, min(high, MOST_WHEN_SMALL))
+            settings[name] = 0 if bare else source.randint(low, most)
         elif search.get("log"):
             settings[name] = math.exp(source.uniform(math.log(low), math.log(high)))
         else:
