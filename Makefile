@@ -11,7 +11,7 @@ run: $(STAMP)
 	$(BIN)/python -m experiments run sweeps/heads.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -89,9 +89,7 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define attend")
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, need_weights: bool = False
-    ) -> AttentionOutput:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, need_weights: bool = False) -> AttentionOutput:
         """Check, expand, attend.
 
         Args:
@@ -119,9 +117,7 @@ class Attention(nn.Module):
         with no_autocast(q.device.type):
             return AttentionOutput(*self.attend(q, k, v, mask, need_weights))
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, Any]:
         """Causal decoding of any number of new tokens; equals the full causal forward.
 
         Args:
@@ -150,7 +146,8 @@ class Attention(nn.Module):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         if not isinstance(mask, Mask):
-            raise MaskError(f"{self.name}: mask must be a Mask, got {type(mask).__name__}; write Mask(pairs=...) or Mask(keys=...)")
+            hint = "write Mask(pairs=...) or Mask(keys=...)"
+            raise MaskError(f"{self.name}: mask must be a Mask, got {type(mask).__name__}; {hint}")
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.dim() != 4:
                 raise ShapeError(f"{self.name}: {name} must be (B, heads, length, dim), got shape {tuple(tensor.shape)}")

@@ -57,9 +57,7 @@ def dense_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale), "sdpa"
 
 
-def _xformers(
-    q: Tensor, k: Tensor, v: Tensor, causal_only: bool, mask: Mask, pattern: Tensor | None, scale: float
-) -> Tensor:
+def _xformers(q: Tensor, k: Tensor, v: Tensor, causal_only: bool, mask: Mask, pattern: Tensor | None, scale: float) -> Tensor:
     L, S = q.shape[-2], k.shape[-2]
     if q.device.type != "cuda":
         raise BackendError(f"backend xformers: needs tensors on a CUDA device, got {q.device}; use auto, sdpa or math")
@@ -73,9 +71,7 @@ def _xformers(
     bias = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if hides else None
     try:
         # xformers lays heads after length: (B, L, H, D).
-        out = ops.memory_efficient_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=bias, scale=scale
-        )
+        out = ops.memory_efficient_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_bias=bias, scale=scale)
     except NotImplementedError as error:
         reason = " ".join(str(error).split())
         raise BackendError(f"backend xformers: no kernel serves {q.dtype}, head dim {q.shape[-1]}: {reason}") from error

@@ -85,9 +85,7 @@ class MultiHeadAttention(nn.Module):
             out = self._attend(q, k, v, mask)
         return self._output(out)
 
-    def decode(
-        self, x: Tensor, cache: LayerCache | None, keys: Tensor | None = None
-    ) -> tuple[Tensor, LayerCache]:
+    def decode(self, x: Tensor, cache: LayerCache | None, keys: Tensor | None = None) -> tuple[Tensor, LayerCache]:
         """The causal forward, in pieces: new tokens (B, n, C) -> their outputs (B, n, C) and the cache for the next.
 
         Args:

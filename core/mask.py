@@ -150,8 +150,6 @@ def mask_from_multihead(
         pairs = ~attn_mask
         if pairs.dim() == 3:
             if not num_heads or pairs.shape[0] % num_heads:
-                raise MaskError(
-                    f"attn_mask: first axis {pairs.shape[0]} must be B * num_heads, but num_heads is {num_heads}"
-                )
+                raise MaskError(f"attn_mask: first axis {pairs.shape[0]} must be B * num_heads, but num_heads is {num_heads}")
             pairs = pairs.unflatten(0, (-1, num_heads))
     return Mask(causal=causal, keys=keys, pairs=pairs)

@@ -16,7 +16,8 @@ import typer
 from experiments.errors import ExperimentError, InputError
 
 if TYPE_CHECKING:
-    from experiments.sweep import Resolver, Sweep
+    from experiments.resolve import Resolver
+    from experiments.sweep import Sweep
 
 app = typer.Typer(
     add_completion=False,
@@ -97,9 +98,9 @@ def run(
 
     workers = LocalExecutor()  # its server loads torch while this process does
     resolver = _resolve(sweep)
-    from experiments import store, study
+    from experiments import resources, store, study
 
-    study.devices(sweep)  # before anything is moved or written
+    resources.devices(sweep)  # before anything is moved or written
     if new:
         kept = store.set_aside(store.study_folder(home, sweep.file.name))
         if kept is not None:
@@ -112,7 +113,11 @@ def run(
         print("\n" + outcome.summary)
         print(f"study folder: {outcome.folder}")
         experiment = f"/#/experiments/{outcome.experiment_id}" if outcome.experiment_id else ""
-        address = f"{target}{experiment}" if target.startswith("http") else f"python -m experiments ui --home {home}"
+        address = (
+            f"{target}{experiment}"
+            if target.startswith("http")
+            else f"python -m experiments ui --home {home}   (http://127.0.0.1:5000)"
+        )
         print(f"compare the runs in MLflow: {address}")
     if not outcome.mirrored:
         print(f"warning: MLflow at {target} has not taken all records; the same command sends them", file=sys.stderr)
@@ -220,7 +225,7 @@ def schema() -> None:
 
 def _resolve(sweep: Sweep) -> Resolver:
     """Ask tasks and variants for their settings, and check every configuration."""
-    from experiments.sweep import Resolver
+    from experiments.resolve import Resolver
 
     resolver = Resolver(sweep)
     resolver.check()

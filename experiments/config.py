@@ -26,6 +26,7 @@ class ModelSettings(Strict):
     mlp_ratio: float = Field(4.0, gt=0, description="hidden width of the MLP over model_dim")
     positions: Literal["none", "learned", "rotary"] = "learned"
     dropout: float = Field(0.0, ge=0, lt=1, description="after embedding, attention and MLP, in training only")
+    init_std: float = Field(0.02, gt=0, description="of weights and embeddings; into the residual stream / sqrt(2 layers)")
     bias: bool = Field(True, description="biases in linear layers and norms")
     tied: bool = Field(False, description="the output layer is the embedding")
     checkpoint: bool = Field(False, description="recompute the attention in backward instead of keeping it")

@@ -88,13 +88,13 @@ def build_model(run: config.Run, task: Task, seed: int, device: torch.device | s
     torch.manual_seed(derive("variant", seed))  # what a variant draws for parameters of its own
     with torch.device(device):
         model = Decoder(run.model, run.attention, task.vocab_size, task.seq_len)
-    initialise(model, run.model.num_layers, seed)
+    initialise(model, run.model, seed)
     return model
 
 
 @torch.no_grad()
-def initialise(model: Decoder, num_layers: int, seed: int) -> None:
-    """GPT-2's initialisation: normal 0.02, biases 0, projections into the residual stream scaled by 1 / sqrt(2 layers).
+def initialise(model: Decoder, settings: config.Model, seed: int) -> None:
+    """GPT-2's initialisation: normal init_std, biases 0, projections into the residual stream scaled by 1 / sqrt(2 layers).
 
     Each parameter has a generator of its own, named by its place, so that what a variant adds shifts no other. Drawn on the CPU,
     so that every device starts from the same numbers.
@@ -109,7 +109,7 @@ def initialise(model: Decoder, num_layers: int, seed: int) -> None:
             parameter.zero_()
         else:
             residual = name.endswith(("out_proj.weight", "mlp_out.weight"))
-            std = 0.02 / math.sqrt(2 * num_layers) if residual else 0.02
+            std = settings.init_std / math.sqrt(2 * settings.num_layers) if residual else settings.init_std
             draw = torch.Generator().manual_seed(derive("init", seed, name))
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * std)
 

@@ -151,13 +151,14 @@ def summary(name: str, trials: Sequence[Trial], runs: Sequence[RunRow], objectiv
     if failed:
         parts += ["", "Runs that failed:", ""]
         parts += [f"- trial {run.trial} seed {run.seed}: {run.cause}: {run.message}" for run in failed]
-    parts += ["", *explanation(table, objective)]
+    if table:
+        parts += ["", *explanation(table, objective)]
     return "\n".join(parts) + "\n"
 
 
 def explanation(table: Sequence[Line], objective: Objective) -> list[str]:
     """What the table means, and what it cannot tell."""
-    seeds = max((len(line.values) for line in table), default=0)
+    seeds = max(len(line.values) for line in table)
     said = [
         f"{objective.metric} is the mean over seeds on validation data; ± is the standard deviation over seeds (n of them).",
         "Peak memory is of one training step, parameters and optimiser state included. Tokens/s is of training steps, each",

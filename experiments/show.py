@@ -8,7 +8,8 @@ from typing import Any
 from experiments.config import describe
 from experiments.console import words
 from experiments.report import aligned, number
-from experiments.sweep import Assignment, Resolver, Sweep
+from experiments.resolve import Resolver
+from experiments.sweep import Assignment, Sweep
 
 MAX_SHOWN = 200
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,14 +14,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from experiments import report, statistics, store
-from experiments.config import Event, Job, Run, describe, flatten
+from experiments import report, resources, statistics, store
+from experiments.config import Event, Job, Run, describe
 from experiments.errors import InputError, StudyChangedError
 from experiments.executors import Executor
+from experiments.identity import changed, provenance
+from experiments.resolve import Resolver
 from experiments.schema import duration
 from experiments.search import Search
 from experiments.store import RunRow, Store
-from experiments.sweep import Assignment, Resolver, Sweep
+from experiments.sweep import Assignment, Sweep
 from experiments.tracking import Mirror
 
 MAX_TIMED = 100  # configurations whose speed is measured, the best first
@@ -68,8 +67,8 @@ class Study:
         self.sweep, self.resolver, self.executor, self.watcher = sweep, resolver, executor, watcher
         self.budget = sweep.file.budget
         self.objective = sweep.file.objectives[0]
-        self.device, self.gpus = devices(sweep)
-        self.threads = _threads(sweep)
+        self.device, self.gpus = resources.devices(sweep)
+        self.threads = resources.threads(sweep)
         self.folder = store.study_folder(home, sweep.file.name)
         self.store = Store(self.folder)
         try:
@@ -389,79 +388,3 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def _row(from_store: Store, run: RunRow) -> RunRow:
     return next(row for row in from_store.runs(run.trial) if row.id == run.id)
-
-
-def _threads(sweep: Sweep) -> int:
-    wanted = sweep.file.resources.cpus
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // sweep.file.budget.parallel) if wanted == "auto" else max(1, wanted)
-
-
-def devices(sweep: Sweep) -> tuple[str, tuple[int, ...]]:
-    """The device of runs, and the GPUs that are dealt.
-
-    Raises:
-        InputError: more GPUs asked for than there are, or a precision that needs one.
-    """
-    import torch
-
-    count = torch.cuda.device_count()  # asks the driver library; makes no CUDA context
-    wanted, parallel = sweep.file.resources.gpus, sweep.file.budget.parallel
-    each = (1 if count else 0) if wanted == "auto" else wanted
-    if each * (parallel if wanted != "auto" or count else 1) > count:
-        raise sweep.error(
-            ("resources",), f"gpus: {parallel} parallel runs of {each} need {each * parallel} GPUs, this machine has {count}"
-        )
-    if not each:
-        half = sweep.file.parameters.get("train.precision")
-        if sweep.file.base.train.precision == "fp16" or (half is not None and "fp16" in (half.values or [])):
-            raise sweep.error(("base", "train", "precision"), "fp16 needs a CUDA device; use bf16 or fp32")
-    return ("cuda", tuple(range(count))) if each else ("cpu", ())
-
-
-def changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What makes a study another one, in words. Ranges may widen and lists of values may grow at their end."""
-    changes = []
-    before, after = old["parameters"], new["parameters"]
-    for path in sorted(before.keys() | after.keys()):
-        if path not in after or path not in before:
-            changes.append(f"parameters.{path}: {'was added' if path in after else 'was taken away'}")
-            continue
-        a, b = before[path], after[path]
-        # As text, because Python takes 1, 1.0 and True for the same.
-        grown = bool(a["values"] and b["values"]) and _labels(b["values"][: len(a["values"])]) == _labels(a["values"])
-        widened = a["values"] is None and b["values"] is None and b["min"] <= a["min"] and b["max"] >= a["max"]
-        same_kind = all(type(a[bound]) is type(b[bound]) for bound in ("min", "max"))
-        rest = all(a[key] == b[key] for key in ("log", "step", "when"))
-        if not (rest and same_kind and (grown or widened)):
-            changes.append(f"parameters.{path}: was {_short(a)}, is now {_short(b)}")
-    flat_old = flatten({key: value for key, value in old.items() if key != "parameters"})
-    flat_new = flatten({key: value for key, value in new.items() if key != "parameters"})
-    for path in sorted(flat_old.keys() | flat_new.keys()):
-        if flat_old.get(path) != flat_new.get(path):
-            changes.append(f"{path}: was {flat_old.get(path, 'not given')!r}, is now {flat_new.get(path, 'not given')!r}")
-    return changes
-
-
-def _labels(values: list[Any]) -> list[str]:
-    return [json.dumps(value) for value in values]
-
-
-def _short(parameter: dict[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in parameter.items() if value not in (None, {}, False)) + "}"
-
-
-def provenance() -> dict[str, str]:
-    """Where this study was begun: commit of the working directory and versions."""
-    from importlib.metadata import version
-
-    found = {f"version.{name}": version(name) for name in ("torch", "optuna", "mlflow")}
-    found["version.python"] = sys.version.split()[0]
-    try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)
-        found["mlflow.source.git.commit"] = asked.stdout.strip()
-        found["git.dirty"] = str(bool(dirty.stdout.strip())).lower()
-    except (OSError, subprocess.SubprocessError):
-        found["mlflow.source.git.commit"] = "unknown"
-    return found

@@ -1,7 +1,7 @@
-"""A sweep file becomes a Sweep: its space, and configurations that are complete. Resolved once, before anything runs.
+"""A sweep file becomes a Sweep: its space, checked before anything runs.
 
-`load` knows the file, the schema and the names, and imports no torch, so that a typing error is answered at once. `resolve`
-asks the task and the variant for their own settings; no other file does.
+`load` knows the file, the schema and the names, and imports no torch, so that a typing error is answered at once. What tasks
+and variants say of their own settings is asked for in `resolve`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from experiments import strict_yaml
-from experiments.config import Model, ModelSettings, Run, Strict, Train, TrainSettings, digest
+from experiments.config import Model, ModelSettings, Strict, Train, TrainSettings
 from experiments.errors import InputError
 from experiments.schema import SECTIONS, Parameter, SweepFile
 from experiments.strict_yaml import Document, Key
@@ -145,109 +145,6 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-class Resolver:
-    """Turns assignments into complete configurations.
-
-    Raises:
-        InputError: a plugin that cannot be imported.
-    """
-
-    def __init__(self, sweep: Sweep) -> None:
-        import variants  # noqa: F401
-        from core import registry
-        from core.errors import PluginError
-        from experiments.tasks import tasks
-
-        self.sweep = sweep
-        self._tasks = tasks
-        self._variants = registry.variants
-        self._make_config = registry.make_config
-        self._made: set[str] = set()
-        for index, plugin in enumerate(sweep.plugins):
-            try:
-                registry.load_plugin(plugin)
-            except PluginError as error:
-                raise sweep.error(("plugins", index), str(error)) from error
-
-    def run(self, assignment: Assignment, origin: Key = ("parameters",)) -> Run:
-        """The complete configuration of an assignment.
-
-        Args:
-            origin: where the assignment stands in the file, for the lines of errors.
-
-        Raises:
-            InputError: what the task, the model or the variant refuses, at the line that asked for it.
-        """
-        tree = self.sweep.tree(assignment)
-        task = self._own("task", "name", self._tasks, tree["task"], assignment, origin)
-        attention = self._own("attention", "variant", self._variants, tree["attention"], assignment, origin)
-        try:
-            model, train = Model(**tree["model"]), Train(**tree["train"])
-        except ValidationError as error:
-            raise _section_error(self.sweep, error, assignment, origin) from None
-        run = Run(task=task, model=model, attention=attention, train=train)
-        self._check_task(run)
-        return run
-
-    def check(self) -> None:
-        """Resolve every configuration of the grid, or the corners of a space, so that nothing fails late for its settings.
-
-        Raises:
-            InputError.
-        """
-        seen: dict[str, int] = {}
-        for index, baseline in enumerate(self.sweep.file.baseline):
-            name = self.run(baseline, ("baseline", index)).hash()
-            if name in seen:
-                raise self.sweep.error(("baseline", index), f"is the same configuration as baseline.{seen[name]}")
-            seen[name] = index
-        for assignment in itertools.islice(assignments(self.sweep.parameters, corners), MAX_CHECKED):
-            self.run(assignment)
-
-    def _own(
-        self, section: str, key: str, registry: Any, given: dict[str, Any], assignment: Assignment, origin: Key
-    ) -> dict[str, Any]:
-        settings = dict(given)
-        name = settings.pop(key, None)
-        try:
-            cls = registry.get(name)
-        except ValueError as error:  # a name that only an import could tell, or a broken package
-            path = f"{section}.{key}"
-            raise self.sweep.error((*origin, path) if path in assignment else ("base", section, key), str(error)) from error
-        for setting in settings:
-            if setting not in cls.Config.model_fields:
-                path = f"{section}.{setting}"
-                place: Key = (*origin, path) if path in assignment else ("base", section, setting)
-                fields = cls.Config.model_fields
-                swept = f"{section}.{key}" in self.sweep.parameters
-                hint = f"; if it is meant for another, add `when: {{{section}.{key}: ...}}`" if swept else ""
-                raise self.sweep.error(
-                    place,
-                    f"{key} {name!r} has no setting {setting!r} (it has: {', '.join(fields) or 'none'})"
-                    f"{_close(setting, fields)}{hint}",
-                )
-        try:
-            complete = self._make_config(cls, settings).model_dump()
-        except ValueError as error:
-            at = next((p for p in assignment if p.startswith(f"{section}.") and p.split(".", 1)[1] in str(error)), None)
-            raise self.sweep.error((*origin, at) if at else ("base", section), str(error)) from None
-        return {key: name, **complete}
-
-    def _check_task(self, run: Run) -> None:
-        """Make each task once: a missing corpus is found before the first run."""
-        name = digest([run.task, run.train.batch_size])
-        if name in self._made:
-            return
-        cls = self._tasks.get(run.task["name"])
-        settings = {key: value for key, value in run.task.items() if key != "name"}
-        try:
-            cls(cls.Config(**settings), run.train.batch_size)
-        except (ValueError, OSError) as error:
-            key = "corpus" if "corpus" in str(error) else "name"
-            raise self.sweep.error(("base", "task", key), str(error)) from None
-        self._made.add(name)
-
-
 def corners(parameter: Parameter) -> Sequence[Any]:
     """The values of a list, or the ends of a range."""
     return parameter.values if parameter.values is not None else (parameter.min, parameter.max)
@@ -263,7 +160,9 @@ def _apply_override(document: Document, override: str) -> None:
     rest = path
     while True:
         # A key of `parameters` holds dots itself, so the longest key that is there is the one that is meant.
-        key = max((k for k in node if rest == k or rest.startswith(f"{k}.")), key=len, default=rest.split(".", 1)[0])
+        known = [key for key in node if rest == key or rest.startswith(f"{key}.")]
+        added = rest.rpartition(".")[0] if place == ("parameters",) and rest.count(".") > 1 else rest.split(".", 1)[0]
+        key = max(known, key=len, default=added)
         place, rest = (*place, key), rest[len(key) + 1 :]
         if not rest:
             node[key] = value
@@ -291,7 +190,7 @@ def _by_dependency(sweep: Sweep) -> dict[str, Parameter]:
             raise sweep.error(("parameters", path, "when"), f"refers to itself through {' -> '.join((*waiting, path))}")
         for key in given[path].when:
             if key not in given:
-                hint = _close(key, given)
+                hint = close_match(key, given)
                 raise sweep.error(("parameters", path, "when", key), f"is not a swept parameter{hint}")
             place(key, (*waiting, path))
         ordered[path] = given[path]
@@ -340,7 +239,7 @@ def _check_path(sweep: Sweep, path: str, place: Key) -> None:
         raise sweep.error(place, f"must be a path into base ({', '.join(f'{s}.…' for s in SECTIONS)}), got {path!r}")
     settings = _SETTINGS.get(section)
     if settings is not None and key not in settings.model_fields:
-        raise sweep.error(place, f"{section} has no setting {key!r}{_close(key, settings.model_fields)}")
+        raise sweep.error(place, f"{section} has no setting {key!r}{close_match(key, settings.model_fields)}")
 
 
 def _check_names(sweep: Sweep) -> None:
@@ -369,7 +268,9 @@ def _check_names(sweep: Sweep) -> None:
         wanted += [(("baseline", i, path), line[path]) for i, line in enumerate(sweep.file.baseline) if path in line]
         for place, name in wanted:
             if not isinstance(name, str) or (name not in known and readable):
-                raise sweep.error(place, f"unknown {key} {name!r}{_close(name, known)} (there are: {', '.join(sorted(known))})")
+                raise sweep.error(
+                    place, f"unknown {key} {name!r}{close_match(name, known)} (there are: {', '.join(sorted(known))})"
+                )
 
 
 def _registered_names(sweep: Sweep, plugin: str, decorator: str) -> set[str] | None:
@@ -406,7 +307,7 @@ def _check_consistency(sweep: Sweep) -> None:
         try:
             Model(**tree["model"]), Train(**tree["train"])
         except ValidationError as error:
-            raise _section_error(sweep, error, assignment) from None
+            raise section_error(sweep, error, assignment) from None
 
 
 def _every(parameter: Parameter) -> Sequence[Any]:
@@ -417,7 +318,7 @@ def _every(parameter: Parameter) -> Sequence[Any]:
     return corners(parameter)
 
 
-def _section_error(sweep: Sweep, error: ValidationError, assignment: Assignment, origin: Key = ("parameters",)) -> InputError:
+def section_error(sweep: Sweep, error: ValidationError, assignment: Assignment, origin: Key = ("parameters",)) -> InputError:
     message = _message(error.errors(include_url=False)[0])
     culprit = next((path for path in reversed(assignment) if path.split(".", 1)[1] in message), None)
     if culprit is not None:
@@ -435,7 +336,7 @@ def _first_error(document: Document, error: ValidationError) -> InputError:
     found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")[0]
     place = tuple(part for part in found["loc"] if not (isinstance(part, str) and part in ("int", "float", "constrained-int")))
     if found["type"] == "extra_forbidden":
-        return document.error(place, f"{_dotted(place)}: unknown key{_close(str(place[-1]), _siblings(place))}")
+        return document.error(place, f"{_dotted(place)}: unknown key{close_match(str(place[-1]), _siblings(place))}")
     return document.error(place, f"{_dotted(place) or 'sweep file'}: {_message(found)}")
 
 
@@ -459,7 +360,7 @@ def _message(found: Any) -> str:
     return f"{text}, got {found['input']!r}"
 
 
-def _close(name: Any, known: Iterable[str]) -> str:
+def close_match(name: Any, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"; did you mean {match[0]!r}?" if match else ""
 

@@ -48,9 +48,7 @@ class LocalGlobal(Attention):
         weights = masked_softmax(scaled_scores(q, k, config.temperature), visible)
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None
-    ) -> tuple[Tensor, KeyValueState]:
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, KeyValueState]:
         """As the base, but without globals only the last window - 1 tokens are kept."""
         out, state = super().step(q, k, v, state, keys)
         reach = self.config.window - 1

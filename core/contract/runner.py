@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,23 @@ def check(
     if configs is not None:
         given = [config if isinstance(config, AttentionConfig) else make_config(cls, dict(config)) for config in configs]
     # Parameters that a variant draws come from the global generator, which is the caller's.
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+    with one_thread(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         cases = [(config, seed) for seed in seeds for config in given or standard_configs(cls, seed)]
         results = [_run(rule, cls, cases) for rule in chosen]
     unique = list({settings_line(_plain(config)): _plain(config) for config, _ in cases}.values())
     return Report(cls.name or cls.__name__, unique, list(seeds), results)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Probes are small: several threads make them slower, many times so beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:

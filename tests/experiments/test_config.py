@@ -98,7 +98,7 @@ def test_every_setting_changes_the_hash():
     base = run_of()
     other = {
         "model_dim": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 1, "mlp_ratio": 2.0, "positions": "rotary",
-        "dropout": 0.1, "bias": False, "tied": True, "checkpoint": True,
+        "dropout": 0.1, "init_std": 0.1, "bias": False, "tied": True, "checkpoint": True,
     }  # fmt: skip
     assert other.keys() == Model.model_fields.keys()
     changed = [run_of(model={key: value}) for key, value in other.items()]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import study
+from experiments import identity
 from tests.experiments.small import HEAD, sweep_of
 
 BEFORE = """\
@@ -69,7 +69,7 @@ IDENTITY = {
 def test_what_makes_a_study_another_one(tmp_path, before, after, words):
     # As the store gives it back.
     old = json.loads(json.dumps(sweep_of(tmp_path, HEAD + before).identity()))
-    changes = study.changed(old, sweep_of(tmp_path, HEAD + after).identity())
+    changes = identity.changed(old, sweep_of(tmp_path, HEAD + after).identity())
     assert len(changes) == (1 if words else 0), changes
     for word in words:
         assert word in changes[0]

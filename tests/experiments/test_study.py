@@ -106,11 +106,11 @@ def test_mlflow_holds_what_finished(command: Command, tiny: Path, tmp_path: Path
     values = [value for _, value in sorted(best)]
     assert values == sorted(values, reverse=True)
 
-    assert [(run.data.tags["trial"], run.data.params["seed"]) for run in children] == [
-        (str(t), str(s)) for t in range(3) for s in (0, 1)
-    ]
+    named = [(run.data.tags["trial"], run.data.params["seed"]) for run in children]
+    assert named == [(str(trial), str(seed)) for trial in range(3) for seed in (0, 1)]
     expected = {
-        "train/loss", "val/loss", "val/perplexity", "val/accuracy", "test/loss", "test/perplexity", "test/accuracy", "lr", "grad_norm",
+        "train/loss", "lr", "grad_norm",
+        "val/loss", "val/perplexity", "val/accuracy", "test/loss", "test/perplexity", "test/accuracy",
         "memory/peak_mb", "memory/state_bytes", "speed/tokens_per_s", "speed/step_ms", "cost/flops_per_token", "cost/params",
         "attention/entropy", "attention/density", "attention/span",
     }  # fmt: skip
@@ -364,6 +364,25 @@ def test_a_lost_worker_is_tried_again_and_then_named(command: Command, tmp_path:
     assert "trying again" in done.stdout
     found = rows(tmp_path, "SELECT state, cause, attempts FROM runs WHERE trial = 1")
     assert found == [("failed", "lost", 2)]
+
+
+def test_an_objective_that_is_no_number_fails_its_runs_and_not_the_study(command: Command, tmp_path: Path) -> None:
+    metrics = """
+    def metrics(self, output, batch):
+        return {"oddity": (output.sum() * float("nan"), torch.ones(()))}
+"""
+    (tmp_path / "odd.py").write_text(PLUGIN + metrics)
+    (tmp_path / "tiny.yaml").write_text(
+        TINY.replace("name: tiny", "name: tiny\nplugins: [odd.py]\nobjectives: [{metric: val/oddity}]").replace(
+            "{name: copy, length: 4, vocab: 6}", "{name: ones}"
+        )
+    )
+    done = command("run", "tiny.yaml")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert set(rows(tmp_path, "SELECT state, cause FROM runs")) == {("failed", "diverged")}
+    assert "No configuration finished" in done.stdout
+    assert rows(tmp_path, "SELECT COUNT(*) FROM metrics WHERE name = 'val/oddity'") == [(0,)]
 
 
 def test_a_full_time_budget_stops_and_goes_on(command: Command, tmp_path: Path) -> None:

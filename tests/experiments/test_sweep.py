@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from experiments.errors import InputError
-from experiments.sweep import Resolver, is_active, load, same
+from experiments.resolve import Resolver
+from experiments.sweep import is_active, load, same
 from tests.experiments.small import HEAD, ROOT, sweep_of
 
 SPACE = "method: random\nbudget: {trials: 3}\n"  # two lines

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import sweep as sweeps
+from experiments.resolve import Resolver
 from tests.experiments.conftest import ROOT
 
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
@@ -26,7 +27,7 @@ def test_resolves(path: Path, tmp_path: Path) -> None:
     sweep = sweeps.load(path, overrides)
     assert sweep.file.name == path.stem
     assert path.read_text().startswith("# ")
-    resolver = sweeps.Resolver(sweep)
+    resolver = Resolver(sweep)
     resolver.check()
     hashes = [resolver.run(assignment).hash() for assignment in [*sweep.file.baseline, *sweep.grid()]]
     assert len(set(hashes)) == len(hashes)

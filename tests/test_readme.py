@@ -1,0 +1,103 @@
+"""What the documents show is run: every command, every file, and the tree."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import sweep as sweeps
+from experiments.resolve import Resolver
+from tests.experiments.conftest import ROOT, Command, start
+
+README = (ROOT / "README.md").read_text()
+PLUGINS = (ROOT / "docs" / "plugins.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+
+
+def commands(text: str) -> list[str]:
+    """Every `$ python -m experiments …` of a document, without its remark."""
+    lines = [line for block in blocks(text, "console") for line in block.splitlines()]
+    found = [line.removeprefix("$ ").split("  #")[0].split(" # ")[0].strip() for line in lines if line.startswith("$ ")]
+    return [line for line in found if line.startswith("python -m experiments")]
+
+
+def write_files(folder: Path) -> None:
+    """The files that the documents show, under the names in their first lines, and the sweeps."""
+    for language in ("python", "yaml"):
+        for block in blocks(README, language):
+            name = block.split("\n", 1)[0].removeprefix("# ").strip()
+            if name.endswith((".py", ".yaml")):
+                (folder / name).write_text(block)
+    (folder / "sweeps").symlink_to(ROOT / "sweeps")
+
+
+def test_the_documents_show_commands_and_files() -> None:
+    verbs = {line.split()[3] for line in commands(README)}
+    assert verbs >= {"run", "show", "list", "check", "ui", "schema"}
+    assert "python -m experiments new" in README
+
+
+def test_every_command_runs_as_shown(command: Command, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    for line in dict.fromkeys([*commands(README), *commands(PLUGINS)]):
+        arguments = shlex.split(line)[3:]
+        if arguments[0] == "run" and "--dry-run" not in arguments:  # as shown, but shorter
+            arguments += ["base.train.steps=3", "seeds=[0]"]
+        if arguments[0] == "ui":
+            server = start(tmp_path, *arguments, "--port", "5617")
+            try:
+                assert server.stdout is not None
+                assert "http://127.0.0.1:5617" in server.stdout.readline()
+            finally:
+                server.terminate()
+                server.communicate(timeout=30)
+            continue
+        done = command(*arguments)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout
+
+
+def test_the_sweep_file_shown_is_sound(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    sweep = sweeps.load(tmp_path / "mine.yaml")
+    Resolver(sweep).check()
+    assert sweep.trials == 1 + 2 * (1 + 2 + 1)  # the baseline; two head counts of standard, of topk at two sizes, of linear
+
+
+def test_the_test_file_shown_passes(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "test_sigmoid.py").write_text(blocks(PLUGINS, "python")[0])
+    call = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sigmoid.py"]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d\d passed", done.stdout)
+
+
+def tree_of(text: str) -> set[str]:
+    """The Python files that the tree of README.md names, as paths."""
+    (tree,) = [block for block in blocks(text, "") if "core/" in block and "variants/" in block]
+    paths, parents = set(), {}
+    for line in tree.splitlines():
+        match = re.match(r"( *)(\S+)", line)
+        assert match is not None
+        depth, name = len(match[1]), match[2]
+        parents[depth] = name
+        if name.endswith(".py"):
+            paths.add("".join(parents[level] for level in sorted(parents) if level < depth) + name)
+        parents = {level: parent for level, parent in parents.items() if level <= depth}
+    return paths
+
+
+@pytest.mark.parametrize("package", ["core", "variants", "experiments"])
+def test_the_tree_names_every_file_and_no_other(package: str) -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"}
+    assert {path for path in tree_of(README) if path.startswith(package)} == files
