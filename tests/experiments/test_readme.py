@@ -20,7 +20,8 @@ PLUGINS = (ROOT / "docs" / "plugins.md").read_text()
 
 def blocks(text: str, language: str) -> list[str]:
     """Fenced blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.S | re.M)
+    return [block for name, block in fenced if name == language]
 
 
 def commands(text: str) -> list[str]:
