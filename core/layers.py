@@ -129,8 +129,9 @@ def check_heads(model_dim: int, num_heads: int, num_kv_heads: int) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    if num_heads < 1 or num_kv_heads < 1:
-        raise ConfigError(f"heads: must be at least 1, got num_heads {num_heads}, num_kv_heads {num_kv_heads}")
+    for name, size in (("model_dim", model_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{name}: must be an integer of at least 1, got {size!r}")
     if model_dim % num_heads:
         raise ConfigError(f"model_dim {model_dim} is not divisible by num_heads {num_heads}")
     if num_heads % num_kv_heads:

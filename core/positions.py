@@ -9,7 +9,7 @@ from core.errors import ConfigError, ShapeError
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector a position, (L,) or (B, L) positions -> (..., dim).
+    """One learned vector a position.
 
     Raises:
         ShapeError: more positions than there are vectors.

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,9 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} is taken by {taken.__module__}.{taken.__qualname__}; "
                     f"{cls.__module__}.{cls.__qualname__} needs another name"
                 )
+            other = next((known for known, known_cls in self._classes.items() if known_cls is cls and known != name), None)
+            if other is not None:
+                raise RegistrationError(f"{self.kind} {name!r}: {cls.__qualname__} is registered as {other!r} already")
             cls.name = name  # type: ignore[attr-defined]
             self._classes[name] = cls
             self.broken.pop(name, None)
@@ -128,7 +132,7 @@ class Registry(Generic[T]):
                 if entry.name not in self._classes:
                     raise PluginError(f"{entry.value} registers no {self.kind} named {entry.name!r}")
                 self._sources[entry.name] = distribution
-            except (Exception, SystemExit) as error:  # one broken package must not break the others
+            except (Exception, SystemExit, GeneratorExit) as error:  # one broken package must not break the others
                 if entry.module not in sys.modules:
                     self.forget(entry.module)
                 self.broken[entry.name] = Broken(distribution, reason(error), error)
@@ -177,7 +181,7 @@ def load_plugin(path: str | Path) -> None:
     try:
         with quiet_import():
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         del sys.modules[name]
         for registry in _registries:
             registry.forget(name)
@@ -200,7 +204,7 @@ get = variants.get
 
 
 def make_config(cls: type, settings: dict[str, Any]) -> Any:
-    """The class's own `Config` from plain settings.
+    """The class's own `Config` from plain settings; what went through JSON (a tuple, a path) is what it was.
 
     Raises:
         ConfigError: one line naming the setting, what it was and what is allowed.
@@ -208,6 +212,8 @@ def make_config(cls: type, settings: dict[str, Any]) -> Any:
     try:
         return cls.Config(**settings)  # type: ignore[attr-defined]
     except ValidationError as error:
+        with contextlib.suppress(ValidationError, TypeError, ValueError):
+            return cls.Config.model_validate_json(json.dumps(settings))  # type: ignore[attr-defined]
         raise ConfigError(f"{cls.name}: {config_errors(cls, error)}") from error  # type: ignore[attr-defined]
 
 

@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler reports itself on standard error; read when torch is loaded
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reports itself on standard error; read when torch is loaded

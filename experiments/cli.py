@@ -90,9 +90,12 @@ def run(
     target = _target(tracking_uri, home)
     terminal = Terminal(sys.stderr if json_output else sys.stdout)
     if dry_run:
+        from experiments import resources
         from experiments import show as costs
 
-        print(costs.plan(sweep, _resolve(sweep)))
+        resources.devices(sweep), resources.threads(sweep)
+        resolver = _resolve(sweep)
+        print(json.dumps(costs.plan_json(sweep, resolver)) if json_output else costs.plan(sweep, resolver))
         return
     from experiments.executors.local import LocalExecutor
 
@@ -100,7 +103,7 @@ def run(
     resolver = _resolve(sweep)
     from experiments import resources, store, study
 
-    resources.devices(sweep)  # before anything is moved or written
+    resources.devices(sweep), resources.threads(sweep)  # before anything is moved or written
     if new:
         kept = store.set_aside(store.study_folder(home, sweep.file.name))
         if kept is not None:
@@ -178,7 +181,8 @@ def check(
         try:
             registry.get(name)
         except ValueError as error:
-            raise InputError(str(error)) from error
+            hint = f"; did you mean check {name}.py?" if Path(f"{name}.py").is_file() else ""
+            raise InputError(f"{error}{hint}") from error
     reports = []
     for variant in wanted:
         reports.append(check_variant(variant))

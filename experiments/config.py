@@ -133,7 +133,7 @@ class Job:
         plugins: plugin files to import first.
         threads: CPU threads.
         device: "cpu" or "cuda".
-        gpus: indices for CUDA_VISIBLE_DEVICES; None: leave it.
+        gpus: entries of CUDA_VISIBLE_DEVICES; None: leave it.
         checkpoint, log: files of this run; None: none.
     """
 
@@ -144,7 +144,7 @@ class Job:
     plugins: tuple[str, ...] = ()
     threads: int = 1
     device: str = "cpu"
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
     checkpoint: str | None = None
     log: str | None = None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from experiments.config import flatten
@@ -56,3 +58,8 @@ def provenance() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         found["mlflow.source.git.commit"] = "unknown"
     return found
+
+
+def file_digest(path: str) -> str:
+    """Twelve hex digits of a file's content."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]

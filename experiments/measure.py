@@ -20,6 +20,8 @@ from core import Attention, Mask, MultiHeadAttention
 from experiments.tasks import Batch, Task
 
 MIB = 1024 * 1024
+SEQUENCES = 4  # of a validation batch, for the attention figures
+MAX_WEIGHTS = 2**26
 
 
 class Peak:
@@ -104,8 +106,31 @@ def parameters(model: nn.Module) -> int:
 def attention_figures(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Entropy, density and span of the attention weights, averaged over the rows of all layers and heads.
 
-    A row without visible keys is left out. Not every variant has weights: then nothing is returned.
+    Rows without a visible key are left out. One sequence is looked at at a time, at most SEQUENCES of them. Nothing is returned
+    where a variant has no weights, or where those of one sequence would hold more than MAX_WEIGHTS numbers.
     """
+    sums = torch.zeros(3, dtype=torch.float64)
+    rows = 0
+    for index in range(min(SEQUENCES, len(batch.inputs))):
+        keys = None if batch.keys is None else batch.keys[index : index + 1]
+        for module, q, k, v, mask in _attention_calls(model, batch.inputs[index : index + 1], keys):
+            if q.shape[1] * q.shape[2] * k.shape[2] > MAX_WEIGHTS:
+                return {}
+            weights = module(q, k, v, mask, need_weights=True).weights
+            if weights is None:
+                return {}
+            per_row, some = _row_figures(weights.float(), mask)
+            sums += torch.stack([figure[some].double().sum().cpu() for figure in per_row])
+            rows += int(some.sum())
+    if rows == 0:
+        return {}
+    return dict(zip(("attention/entropy", "attention/density", "attention/span"), (sums / rows).tolist(), strict=True))
+
+
+def _attention_calls(
+    model: nn.Module, inputs: Tensor, keys: Tensor | None
+) -> list[tuple[Attention, Tensor, Tensor, Tensor, Mask]]:
+    """What each mechanism of the model is called with in one forward."""
     calls: list[tuple[Attention, Tensor, Tensor, Tensor, Mask]] = []
 
     def remember(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -114,29 +139,22 @@ def attention_figures(model: nn.Module, batch: Batch) -> dict[str, float]:
 
     hooks = [m.register_forward_pre_hook(remember) for m in model.modules() if isinstance(m, Attention)]
     try:
-        model(batch.inputs, batch.keys)
+        with torch.compiler.set_stance("force_eager"):  # a compiled model calls no hook
+            model(inputs, keys)
     finally:
         for hook in hooks:
             hook.remove()
-    sums = torch.zeros(3, dtype=torch.float64)
-    rows = 0
-    for module, q, k, v, mask in calls:
-        weights = module(q, k, v, mask, need_weights=True).weights
-        if weights is None:
-            return {}
-        weights = weights.float()
-        L, S = weights.shape[-2:]
-        visible = mask.visible(L, S, weights.device)
-        visible = torch.ones_like(weights, dtype=torch.bool) if visible is None else visible.expand_as(weights)
-        distance = (torch.arange(S - L, S, device=q.device)[:, None] - torch.arange(S, device=q.device)).abs()
-        some = visible.any(-1)
-        share = (weights > 0).sum(-1) / visible.sum(-1).clamp(min=1)
-        for index, per_row in enumerate((torch.special.entr(weights).sum(-1), share, (weights * distance).sum(-1))):
-            sums[index] += per_row[some].double().sum().cpu()
-        rows += int(some.sum())
-    if rows == 0:
-        return {}
-    return dict(zip(("attention/entropy", "attention/density", "attention/span"), (sums / rows).tolist(), strict=True))
+    return calls
+
+
+def _row_figures(weights: Tensor, mask: Mask) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Entropy, density and span of each row, (B, H, L), and which rows have a visible key."""
+    L, S = weights.shape[-2:]
+    visible = mask.visible(L, S, weights.device)
+    visible = torch.ones_like(weights, dtype=torch.bool) if visible is None else visible.expand_as(weights)
+    distance = (torch.arange(S - L, S, device=weights.device)[:, None] - torch.arange(S, device=weights.device)).abs()
+    density = (weights > 0).sum(-1) / visible.sum(-1).clamp(min=1)
+    return (torch.special.entr(weights).sum(-1), density, (weights * distance).sum(-1)), visible.any(-1)
 
 
 @torch.no_grad()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments import statistics
-from experiments.config import flatten
-from experiments.schema import Objective
+from experiments.config import describe, flatten
+from experiments.schema import Constraint, Objective
 from experiments.statistics import Difference
 from experiments.store import RunRow, Trial
 
@@ -35,6 +35,19 @@ class Line:
     def mean(self) -> float:
         """Objective, averaged over seeds."""
         return statistics.mean(list(self.values.values()))
+
+    def violations(self, constraints: Sequence[Constraint]) -> list[str]:
+        """The constraints that this configuration breaks, or of which nothing is known."""
+        broken = []
+        for constraint in constraints:
+            value = self.figures.get(constraint.metric)
+            if value is None:
+                broken.append(f"{constraint.metric} unknown")
+            elif constraint.max is not None and value > constraint.max:
+                broken.append(f"{constraint.metric} {value:g} > {constraint.max:g}")
+            elif constraint.min is not None and value < constraint.min:
+                broken.append(f"{constraint.metric} {value:g} < {constraint.min:g}")
+        return broken
 
 
 @dataclass(frozen=True)
@@ -68,17 +81,20 @@ def best_of_each(table: Sequence[Line]) -> list[Line]:
     return list(best.values())
 
 
-def comparisons(table: Sequence[Line]) -> list[Comparison]:
-    """The best of each variant against the first baseline; none where there is no baseline."""
-    baseline = next((line for line in sorted(table, key=lambda line: line.trial.number) if line.trial.kind == "baseline"), None)
-    others = [line for line in best_of_each(table) if baseline is not None and line.variant != baseline.variant]
-    found = []
-    for line in others:
-        assert baseline is not None
+def comparisons(table: Sequence[Line], baseline: Line | None) -> list[Comparison]:
+    """The best of each variant against the baseline; none where there is no baseline.
+
+    The interval is corrected for every configuration that could have been the best, not only for those that are shown.
+    """
+    found: list[Comparison] = []
+    if baseline is None:
+        return found
+    candidates = [line for line in table if line is not baseline]
+    for line in best_of_each(candidates):
         seeds = sorted(line.values.keys() & baseline.values.keys())
         if seeds:
             pairs = [line.values[s] for s in seeds], [baseline.values[s] for s in seeds]
-            found.append(Comparison(line, baseline, statistics.paired_difference(*pairs, comparisons=len(others))))
+            found.append(Comparison(line, baseline, statistics.paired_difference(*pairs, comparisons=len(candidates))))
     return found
 
 
@@ -97,11 +113,12 @@ def varied(trials: Sequence[Trial]) -> list[str]:
 
 
 def cells(line: Line, paths: Sequence[str]) -> list[str]:
-    """One row of the table, as text."""
+    """One row of the table, as text: trial, settings, objective, seeds, costs."""
     config = flatten(line.trial.config)
     spread = statistics.deviation(list(line.values.values()))
     quality = number(line.mean, 4) + (f" ± {number(spread, 4)}" if spread is not None else "")
     return [
+        str(line.trial.number),
         *(text(config.get(path, "-")) for path in paths),
         quality,
         str(len(line.values)),
@@ -112,7 +129,7 @@ def cells(line: Line, paths: Sequence[str]) -> list[str]:
 def headings(paths: Sequence[str], objective: Objective) -> list[str]:
     """The names of the columns."""
     short = [path.rsplit(".", 1)[-1].replace("num_", "") for path in paths]
-    return [*short, f"{objective.metric} (± sd over seeds)", "n", *COLUMNS]
+    return ["trial", *short, f"{objective.metric} (± sd over seeds)", "n", *COLUMNS]
 
 
 def sentence(comparison: Comparison, objective: Objective) -> str:
@@ -128,32 +145,94 @@ def sentence(comparison: Comparison, objective: Objective) -> str:
     return f"{name}: {interval}: {'better' if better else 'worse'} than {comparison.baseline.variant}"
 
 
-def summary(name: str, trials: Sequence[Trial], runs: Sequence[RunRow], objective: Objective) -> str:
-    """The study as Markdown: answer, table, comparisons, failures, and what it cannot tell."""
+def summary(
+    name: str,
+    trials: Sequence[Trial],
+    runs: Sequence[RunRow],
+    objective: Objective,
+    constraints: Sequence[Constraint] = (),
+    baseline: str | None = None,
+    unproven: Mapping[str, str] | None = None,
+    folder: str = "",
+) -> str:
+    """The study as Markdown: answer, table, comparisons, failures, and what it cannot tell.
+
+    Args:
+        baseline: the config hash of what every variant is compared with.
+        unproven: variants that fail the contract suite, and how; their numbers stand in the table, but do not count.
+        folder: the study's folder, where the logs are.
+    """
+    unproven = unproven or {}
     table = lines(trials, runs, objective)
-    parts = [f"# {name}", ""]
-    if not table:
-        parts += ["No configuration finished.", ""]
-    else:
-        best = table[0]
-        flat = flatten(best.trial.config)
-        settings = ", ".join(f"{path} {text(flat[path])}" for path in varied(trials) if path in flat)
-        parts += [f"Best {objective.metric}: {number(best.mean, 4)} ({settings}; {len(best.values)} seeds).", ""]
+    finished = sum(run.state == "finished" for run in runs)
+    parts = [
+        f"# {name}",
+        "",
+        f"{finished} of {len(runs)} runs have finished, {len(table)} of {len(trials)} trials are complete.",
+        "",
+    ]
+    if table:
+        counted = [line for line in table if not line.violations(constraints) and line.variant not in unproven]
+        parts += [*_best(counted, trials, objective), ""]
         paths = varied(trials)
-        parts += _markdown([headings(paths, objective), *(cells(line, paths) for line in table)])
+        rows = [headings(paths, objective), *(cells(line, paths) for line in table)]
+        if constraints or unproven:
+            rows[0].append("does not count because")
+            for row, line in zip(rows[1:], table, strict=True):
+                fault = ["fails the contract"] if line.variant in unproven else []
+                row.append("; ".join(fault + line.violations(constraints)))
+        parts += _markdown(rows)
         parts += ["", "Best of each variant:", ""]
-        parts += [f"- {line.variant}: {number(line.mean, 4)} (trial {line.trial.number})" for line in best_of_each(table)]
-        found = comparisons(table)
+        parts += [f"- {line.variant}: {number(line.mean, 4)} (trial {line.trial.number})" for line in best_of_each(counted)]
+        found = comparisons(counted, next((line for line in table if line.trial.config_hash == baseline), None))
         if found:
             parts += ["", f"Difference in {objective.metric} from {found[0].baseline.variant}, best of each variant:", ""]
             parts += [f"- {sentence(comparison, objective)}" for comparison in found]
+    else:
+        parts += ["No configuration finished.", ""]
+    if unproven:
+        parts += ["", "Not proven, so that their numbers do not count (python -m experiments check):", ""]
+        parts += [f"- {variant}: {fault}" for variant, fault in sorted(unproven.items())]
     failed = [run for run in runs if run.state in ("failed", "lost")]
     if failed:
+        by_number = {trial.number: trial for trial in trials}
         parts += ["", "Runs that failed:", ""]
-        parts += [f"- trial {run.trial} seed {run.seed}: {run.cause}: {run.message}" for run in failed]
+        for run in failed:
+            what = describe(by_number[run.trial].assignment)
+            parts.append(f"- trial {run.trial} seed {run.seed} ({what}): {run.cause}: {run.message}")
+            parts.append(f"  log: {folder}/logs/{log_name(run)}")
     if table:
         parts += ["", *explanation(table, objective)]
     return "\n".join(parts) + "\n"
+
+
+def _best(counted: Sequence[Line], trials: Sequence[Trial], objective: Objective) -> list[str]:
+    """The answer: which is best, and which others could be as good."""
+    if not counted:
+        return ["No configuration counts: see the last column."]
+    best, others = counted[0], counted[1:]
+    flat = flatten(best.trial.config)
+    settings = ", ".join(f"{path} {text(flat[path])}" for path in varied(trials) if path in flat)
+    seeds = f"{len(best.values)} seed{'s' if len(best.values) != 1 else ''}"
+    said = [f"Best {objective.metric}: {number(best.mean, 4)} (trial {best.trial.number}: {settings}; {seeds})."]
+    alike = []
+    for line in others:
+        shared = sorted(line.values.keys() & best.values.keys())
+        pairs = [line.values[seed] for seed in shared], [best.values[seed] for seed in shared]
+        if not shared or not statistics.paired_difference(*pairs, comparisons=len(others)).distinguishable:
+            alike.append(str(line.trial.number))
+    if alike:
+        said.append(
+            f"Not distinguishable from it with these seeds: {len(alike)} of {len(others)} others (trials {', '.join(alike)})."
+        )
+    elif others:
+        said.append("It is distinguishable from every other.")
+    return said
+
+
+def log_name(run: RunRow) -> str:
+    """The file of a run's log, below logs/."""
+    return f"{run.trial:04d}-{run.seed}.log"
 
 
 def explanation(table: Sequence[Line], objective: Objective) -> list[str]:
@@ -163,12 +242,13 @@ def explanation(table: Sequence[Line], objective: Objective) -> list[str]:
         f"{objective.metric} is the mean over seeds on validation data; ± is the standard deviation over seeds (n of them).",
         "Peak memory is of one training step, parameters and optimiser state included. Tokens/s is of training steps, each",
         "configuration alone on the machine, in turns. FLOPs are forward and backward, parameters are trainable numbers.",
-        "Intervals are paired over seeds, at 95 % for all comparisons together.",
+        "Intervals are Student's, of the mean difference over shared seeds, at 95 % for all configurations of the table together",
+        "(Bonferroni): with 3 seeds they are wide, and more seeds narrow them fast.",
         "What it cannot tell: the configurations were chosen by the same validation data that rank them, so the best is",
         "flattered; another task, length or budget may rank them otherwise; speed and memory are those of this machine.",
     ]
     if seeds < statistics.MIN_PAIRS:
-        said.append(f"With {seeds} seed(s) a difference cannot be told from noise; give at least {statistics.MIN_PAIRS}.")
+        said.append(f"Too few seeds ({seeds}) to tell a difference from noise; give at least {statistics.MIN_PAIRS}.")
     return said
 
 
@@ -195,7 +275,7 @@ def number(value: float | None, digits: int) -> str:
 
 def text(value: Any) -> str:
     """A setting as a person writes it."""
-    return "none" if value is None else str(value)
+    return "none" if value is None else str(value).replace("|", "\\|")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

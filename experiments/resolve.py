@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
+import variants  # noqa: F401  registers the house's own
+from core import registry
+from core.errors import PluginError
+from core.registry import reason
 from experiments.config import Model, Run, Train, digest
+from experiments.identity import file_digest
 from experiments.strict_yaml import Key
-from experiments.sweep import Assignment, Sweep, assignments, close_match, corners, section_error
+from experiments.sweep import MAX_CHECKED, Assignment, Sweep, assignments, close_match, corners, section_error
+from experiments.tasks import tasks
 
-MAX_CHECKED = 5_000  # configurations that are looked at before the first run
+# What every run comes to, beside val/NAME and test/NAME for the metrics of its task.
+METRICS = (
+    "val/loss", "val/perplexity", "memory/peak_mb", "memory/state_bytes", "cost/flops_per_token", "cost/params",
+    "attention/entropy", "attention/density", "attention/span",
+)  # fmt: skip
+SPEEDS = ("speed/tokens_per_s", "speed/step_ms")
 
 
 class Resolver:
@@ -22,16 +35,14 @@ class Resolver:
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        import variants  # noqa: F401
-        from core import registry
-        from core.errors import PluginError
-        from experiments.tasks import tasks
-
         self.sweep = sweep
         self._tasks = tasks
         self._variants = registry.variants
         self._make_config = registry.make_config
         self._made: set[str] = set()
+        self.metrics: set[str] = set()  # of the tasks that were made
+        self.data: dict[str, str] = {}  # digest of a task's settings -> digest of its data
+        self.code: dict[str, str] = {}  # "variant NAME" or "task NAME" that is not the house's own -> digest of its file
         for index, plugin in enumerate(sweep.plugins):
             try:
                 registry.load_plugin(plugin)
@@ -72,6 +83,7 @@ class Resolver:
             seen[name] = index
         for assignment in itertools.islice(assignments(self.sweep.parameters, corners), MAX_CHECKED):
             self.run(assignment)
+        self._check_metrics()
 
     def _own(
         self, section: str, key: str, registry: Any, given: dict[str, Any], assignment: Assignment, origin: Key
@@ -83,6 +95,8 @@ class Resolver:
         except ValueError as error:  # a name that only an import could tell, or a broken package
             path = f"{section}.{key}"
             raise self.sweep.error((*origin, path) if path in assignment else ("base", section, key), str(error)) from error
+        if not cls.__module__.startswith(("variants.", "experiments.tasks.")):
+            self.code[f"{registry.kind} {name}"] = file_digest(inspect.getfile(cls))
         for setting in settings:
             if setting not in cls.Config.model_fields:
                 path = f"{section}.{setting}"
@@ -96,22 +110,43 @@ class Resolver:
                     f"{close_match(setting, fields)}{hint}",
                 )
         try:
-            complete = self._make_config(cls, settings).model_dump()
+            complete = self._make_config(cls, settings).model_dump(mode="json")
         except ValueError as error:
             at = next((p for p in assignment if p.startswith(f"{section}.") and p.split(".", 1)[1] in str(error)), None)
             raise self.sweep.error((*origin, at) if at else ("base", section), str(error)) from None
         return {key: name, **complete}
 
     def _check_task(self, run: Run) -> None:
-        """Make each task once: a missing corpus is found before the first run."""
+        """Make each task once: a missing corpus, or a task that cannot make a batch, is found before the first run."""
         name = digest([run.task, run.train.batch_size])
         if name in self._made:
             return
         cls = self._tasks.get(run.task["name"])
         settings = {key: value for key, value in run.task.items() if key != "name"}
         try:
-            cls(cls.Config(**settings), run.train.batch_size)
+            task = cls(self._make_config(cls, settings), run.train.batch_size)
+            batch = task.batch("val", 0, 0)
+            output = batch.inputs.new_zeros((), dtype=torch.float32).expand(*batch.inputs.shape, task.vocab_size)
+            if "loss" in task.metrics(output, batch):
+                raise ValueError("metrics: the name 'loss' is the loss's own; give the metric another")
+            self.metrics.update(f"val/{metric}" for metric in task.metrics(output, batch))
+            self.data[digest(run.task)] = str(task.describe().get("digest", "generated"))
         except (ValueError, OSError) as error:
             key = "corpus" if "corpus" in str(error) else "name"
-            raise self.sweep.error(("base", "task", key), str(error)) from None
+            raise self.sweep.error(("base", "task", key), " ".join(str(error).split())) from error
+        except Exception as error:  # a plugin's mistake
+            raise self.sweep.error(("base", "task", "name"), f"{run.task['name']}: {reason(error)}") from error
         self._made.add(name)
+
+    def _check_metrics(self) -> None:
+        known = self.metrics | set(METRICS)
+        file = self.sweep.file
+        wanted = [("objectives", index, objective.metric) for index, objective in enumerate(file.objectives)]
+        wanted += [("constraints", index, constraint.metric) for index, constraint in enumerate(file.constraints)]
+        for section, index, metric in wanted:
+            allowed = known if section == "objectives" else known | set(SPEEDS)
+            if metric not in allowed:
+                listed = ", ".join(sorted(allowed))
+                raise self.sweep.error(
+                    (section, index, "metric"), f"unknown metric {metric!r}{close_match(metric, allowed)} (there are: {listed})"
+                )

@@ -8,13 +8,22 @@ from experiments.sweep import Sweep
 
 
 def threads(sweep: Sweep) -> int:
-    wanted = sweep.file.resources.cpus
+    """CPU threads of a run.
+
+    Raises:
+        InputError: more than this machine has.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // sweep.file.budget.parallel) if wanted == "auto" else max(1, wanted)
+    wanted = sweep.file.resources.cpus
+    if wanted == "auto":
+        return max(1, cores // sweep.file.budget.parallel)
+    if wanted > cores:
+        raise sweep.error(("resources", "cpus"), f"this machine has {cores}, got {wanted}")
+    return wanted
 
 
-def devices(sweep: Sweep) -> tuple[str, tuple[int, ...]]:
-    """The device of runs, and the GPUs that are dealt.
+def devices(sweep: Sweep) -> tuple[str, tuple[str, ...]]:
+    """The device of runs, and the GPUs that are dealt, one a run, by their names in CUDA_VISIBLE_DEVICES.
 
     Raises:
         InputError: more GPUs asked for than there are, or a precision that needs one.
@@ -22,14 +31,16 @@ def devices(sweep: Sweep) -> tuple[str, tuple[int, ...]]:
     import torch
 
     count = torch.cuda.device_count()  # asks the driver library; makes no CUDA context
-    wanted, parallel = sweep.file.resources.gpus, sweep.file.budget.parallel
-    each = (1 if count else 0) if wanted == "auto" else wanted
-    if each * (parallel if wanted != "auto" or count else 1) > count:
-        raise sweep.error(
-            ("resources",), f"gpus: {parallel} parallel runs of {each} need {each * parallel} GPUs, this machine has {count}"
-        )
-    if not each:
-        half = sweep.file.parameters.get("train.precision")
-        if sweep.file.base.train.precision == "fp16" or (half is not None and "fp16" in (half.values or [])):
-            raise sweep.error(("base", "train", "precision"), "fp16 needs a CUDA device; use bf16 or fp32")
-    return ("cuda", tuple(range(count))) if each else ("cpu", ())
+    wanted = sweep.file.resources.gpus
+    if wanted == 1 and count < sweep.file.budget.parallel:
+        message = f"gpus: {sweep.file.budget.parallel} runs at a time need as many GPUs, this machine has {count}"
+        raise sweep.error(("resources", "gpus"), message)
+    if wanted != 0 and count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return "cuda", tuple(visible.split(",")[:count] if visible else map(str, range(count)))
+    asked = sweep.file.parameters.get("train.precision")
+    precisions = [sweep.file.base.train.precision, *((asked.values or []) if asked is not None else [])]
+    precisions += [line["train.precision"] for line in sweep.file.baseline if "train.precision" in line]
+    if "fp16" in precisions:
+        raise sweep.error(("base", "train", "precision"), "fp16 needs a CUDA device; use bf16 or fp32")
+    return "cpu", ()

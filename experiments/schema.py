@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from experiments.config import ModelSettings, Strict, TrainSettings
 
 SECTIONS = ("task", "model", "attention", "train")
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_DURATION = re.compile(r"(?:(\d{1,5})h)?(?:(\d{1,5})m)?(?:(\d{1,7})s)?")
 
 
 class Base(Strict):
@@ -27,6 +27,15 @@ class Objective(Strict):
 
     metric: str = "val/loss"
     goal: Literal["minimize", "maximize"] = "minimize"
+
+    @field_validator("metric")
+    @classmethod
+    def _fair(cls, metric: str) -> str:
+        if metric.startswith("test/"):
+            raise ValueError(f"a search must not see the test split; use {'val/' + metric.removeprefix('test/')!r}")
+        if metric.startswith("speed/"):
+            raise ValueError("speed is measured after the search, each configuration alone; it cannot lead the search")
+        return metric
 
 
 class Constraint(Strict):
@@ -93,13 +102,13 @@ class Resources(Strict):
     """Of one run. auto: cores divided by parallel; one GPU where there is one."""
 
     cpus: int | Literal["auto"] = "auto"
-    gpus: int | Literal["auto"] = "auto"
+    gpus: Literal[0, 1, "auto"] = "auto"
 
-    @field_validator("cpus", "gpus")
+    @field_validator("cpus")
     @classmethod
     def _count(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 0:
-            raise ValueError("must be 0 or more, or auto")
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"must be at least 1, or auto, got {value}")
         return value
 
 
@@ -107,14 +116,14 @@ class SweepFile(Strict):
     """A sweep file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100, description="the study")
-    experiment: str | None = Field(None, min_length=1, description="MLflow experiment; none: the name")
+    experiment: str | None = Field(None, min_length=1, max_length=200, description="MLflow experiment; none: the name")
     description: str = ""
     plugins: list[str] = Field([], description="Python files with variants or tasks, from this file's folder")
     base: Base
     method: Literal["grid", "random", "tpe"] = "grid"
     objectives: list[Objective] = Field([Objective()], min_length=1, max_length=1)
     constraints: list[Constraint] = []
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = Field({}, max_length=100)
     seeds: list[int] = Field([0], min_length=1, description="runs of each configuration")
     baseline: list[dict[str, Any]] = Field([], description="configurations that are run first, by dotted path")
     budget: Budget = Budget()

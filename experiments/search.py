@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import optuna
@@ -13,8 +14,9 @@ from optuna.trial import Trial, TrialState, create_trial
 
 from experiments.schema import Parameter
 from experiments.seeding import derive
-from experiments.sweep import Assignment, Sweep, assignments, is_active
+from experiments.sweep import Assignment, Sweep, assignments, is_active, is_whole
 
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 MAX_REPEATS = 100  # proposals in a row that were tried already
 MAX_LISTED = 100_000  # configurations of a space that is listed
 
@@ -37,8 +39,10 @@ class Search:
         self._asked = 0
         self._trials: dict[int, Trial] = {}  # our number -> Optuna's trial that waits for its value
 
-    def restore(self, number: int, assignment: Assignment, value: float | None, running: bool) -> None:
-        """Tell of a trial that stands in the store, in the order of their numbers."""
+    def restore(
+        self, number: int, assignment: Assignment, value: float | None, running: bool, figures: Mapping[str, float] = _NOTHING
+    ) -> None:
+        """Tell of a trial that stands in the store, in the order of their numbers; figures: for the constraints."""
         self._asked += 1
         distributions = {path: _distribution(self.sweep.parameters[path]) for path in assignment if path in self.sweep.parameters}
         labels = {path: _label(self.sweep.parameters[path], assignment[path]) for path in distributions}
@@ -49,6 +53,7 @@ class Search:
                 value=value if state == TrialState.COMPLETE else None,
                 params=labels,
                 distributions=distributions,
+                constraints=self._excess(figures) if state == TrialState.COMPLETE else None,
             )
         )
         if running:
@@ -89,11 +94,24 @@ class Search:
         if self._grid is None:
             self._trials[number] = self._waiting
 
-    def tell(self, number: int, value: float | None) -> None:
-        """What a trial came to; None where it failed."""
+    def tell(self, number: int, value: float | None, figures: Mapping[str, float] = _NOTHING) -> None:
+        """What a trial came to; None where it failed. figures: for the constraints."""
         trial = self._trials.pop(number, None)
         if trial is not None:
+            for name, excess in self._excess(figures).items():
+                trial.set_constraint(name, excess)
             self._study.tell(trial, value, state=TrialState.FAIL if value is None else TrialState.COMPLETE)
+
+    def _excess(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """By how much each constraint is broken; 0 or less where it is kept."""
+        excess = {}
+        for constraint in self.sweep.file.constraints:
+            value = figures.get(constraint.metric)
+            if value is not None and constraint.max is not None:
+                excess[f"{constraint.metric} max"] = value - constraint.max
+            if value is not None and constraint.min is not None:
+                excess[f"{constraint.metric} min"] = constraint.min - value
+        return excess
 
     def _sampler(self, repeat: int) -> optuna.samplers.BaseSampler:
         seed = derive("search", self.sweep.file.name, self._asked, repeat) % 2**32
@@ -115,8 +133,8 @@ def _distribution(parameter: Parameter) -> BaseDistribution:
         return CategoricalDistribution([json.dumps(value) for value in parameter.values])
     assert parameter.min is not None
     assert parameter.max is not None
-    if isinstance(parameter.min, int) and isinstance(parameter.max, int) and not isinstance(parameter.step, float):
-        return IntDistribution(parameter.min, parameter.max, log=parameter.log, step=parameter.step or 1)
+    if is_whole(parameter):
+        return IntDistribution(int(parameter.min), int(parameter.max), log=parameter.log, step=int(parameter.step or 1))
     return FloatDistribution(float(parameter.min), float(parameter.max), log=parameter.log, step=parameter.step)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from experiments.config import describe
+from experiments import resources
+from experiments.config import Run, describe
 from experiments.console import words
 from experiments.report import aligned, number
 from experiments.resolve import Resolver
@@ -18,10 +19,8 @@ def plan(sweep: Sweep, resolver: Resolver) -> str:
     """The study in words, and the configurations of a grid."""
     file, seeds = sweep.file, len(sweep.file.seeds)
     lines = [f"study {file.name}: method {file.method}, {sweep.trials} trials x {seeds} seeds = {sweep.trials * seeds} runs"]
-    if file.method == "grid":
-        size = sum(1 for _ in itertools.islice(sweep.grid(), 1_000_000)) + len(file.baseline)
-        if size > sweep.trials:
-            lines.append(f"the grid has {size} configurations; the budget runs the first {sweep.trials}")
+    if file.method == "grid" and sweep.size > sweep.trials:
+        lines.append(f"the grid has {sweep.size} configurations; the budget runs the first {sweep.trials}")
     lines.append(f"objective: {file.objectives[0].goal} {file.objectives[0].metric}")
     for path, parameter in sweep.parameters.items():
         what = parameter.values if parameter.values is not None else f"{parameter.min} to {parameter.max}"
@@ -49,12 +48,23 @@ def costs(sweep: Sweep, resolver: Resolver) -> str:
         )
     total = found["seconds"]
     lines = aligned(rows)
+    lines += [f"trial {entry['trial']}: {entry['error']}" for entry in found["configurations"] if "error" in entry]
     if total is not None:
         parallel = sweep.file.budget.parallel
         together = words(total / parallel)
         lines.append(f"training alone: about {words(total)} one run after another, {together} with {parallel} at a time")
-        lines.append("(steps measured on one thread, validation and start not counted)")
+        lines.append("(steps measured with the threads of a run, validation and start not counted)")
     return "\n".join(lines)
+
+
+def plan_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
+    """The configurations that are known beforehand."""
+    entries = []
+    for number_, (kind, assignment) in enumerate(_first(sweep)):
+        run = resolver.run(assignment)
+        known = {"trial": number_, "kind": kind, "description": describe(assignment)}
+        entries.append({**known, "config": run.model_dump(), "config_hash": run.hash()})
+    return {"name": sweep.file.name, "trials": sweep.trials, "configurations": entries}
 
 
 def as_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
@@ -63,25 +73,19 @@ def as_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
 
     from experiments.worker import probe
 
-    torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    entries, seconds = [], 0.0
-    for number_, (kind, assignment) in enumerate(_first(sweep)):
-        run = resolver.run(assignment)
-        figures = probe(run, device)
-        seconds += figures["speed/step_ms"] / 1e3 * run.train.steps * len(sweep.file.seeds)
-        entries.append(
-            {
-                "trial": number_,
-                "kind": kind,
-                "description": describe(assignment),
-                "config": run.model_dump(),
-                "config_hash": run.hash(),
-                "figures": figures,
-            }
-        )
-    whole = len(entries) == sweep.trials
-    return {"name": sweep.file.name, "trials": sweep.trials, "configurations": entries, "seconds": seconds if whole else None}
+    torch.set_num_threads(resources.threads(sweep))
+    device = torch.device(resources.devices(sweep)[0])
+    found, seconds = plan_json(sweep, resolver), 0.0
+    for entry in found["configurations"]:
+        run = Run(**entry["config"])
+        try:
+            entry["figures"] = probe(run, device)
+        except Exception as error:  # too large for this machine, or a plugin that raises: its costs stay unknown
+            entry["figures"], entry["error"] = {}, " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            seconds += entry["figures"]["speed/step_ms"] / 1e3 * run.train.steps * len(sweep.file.seeds)
+    known = sum("error" not in entry for entry in found["configurations"])
+    return {**found, "seconds": seconds if known == sweep.trials else None}
 
 
 def _first(sweep: Sweep) -> list[tuple[str, Assignment]]:

@@ -64,6 +64,7 @@ CREATE TABLE metrics (
     time INTEGER NOT NULL,
     UNIQUE (run, name, step)
 );
+CREATE INDEX metrics_of_run ON metrics (run, seq);
 CREATE TABLE mirror (                -- how far a tracking server has been told; run 0 is the study itself
     target TEXT NOT NULL,
     run INTEGER NOT NULL,
@@ -133,11 +134,11 @@ class Store:
             raise StoreError(f"{folder}: cannot be written ({error.strerror})") from None
         self.path = folder / "study.db"
         try:
-            self._db = connect(self.path)
+            self._db = connect(self.path, create=True)
             if not self._db.execute("SELECT name FROM sqlite_master WHERE name = 'meta'").fetchone():
-                self._db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
-                self.set_meta("version", VERSION)
-                self.set_meta("study_id", uuid.uuid4().hex)
+                first = f"""INSERT INTO meta VALUES ('version', '{VERSION}'), ('study_id', '"{uuid.uuid4().hex}"');"""
+                self._db.executescript(f"BEGIN;{_SCHEMA}{first}COMMIT;")
+            self._inode = self.path.stat().st_ino
             version = self.meta("version")
         except (sqlite3.DatabaseError, OSError) as error:
             self._release()
@@ -166,6 +167,8 @@ class Store:
             StoreError: the disk is full, or the file cannot be written.
         """
         try:
+            if not self.path.exists() or self.path.stat().st_ino != self._inode:
+                raise StoreError(f"{self.path}: was removed or replaced while this study ran")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -272,9 +275,9 @@ class Store:
         return orphans
 
 
-def connect(path: Path, *, readonly: bool = False) -> sqlite3.Connection:
-    """A connection that commits only on demand and waits for a busy file."""
-    mode = "ro" if readonly else "rwc"
+def connect(path: Path, *, readonly: bool = False, create: bool = False) -> sqlite3.Connection:
+    """A connection that commits only on demand and waits for a busy file; without `create` the file must be there."""
+    mode = "ro" if readonly else "rwc" if create else "rw"
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True, timeout=30, isolation_level=None)
     if not readonly:
         db.execute("PRAGMA journal_mode = WAL")
@@ -295,7 +298,7 @@ def read_runs(db: sqlite3.Connection, where: str = "", values: tuple[Any, ...] =
     """Runs from a connection."""
     columns = [field.name for field in fields(RunRow)]
     found = []
-    for row in db.execute(f"SELECT {', '.join(columns)} FROM runs {where} ORDER BY id", values):
+    for row in db.execute(f"SELECT {', '.join(f'runs.{name}' for name in columns)} FROM runs {where} ORDER BY runs.id", values):
         cell = dict(zip(columns, row, strict=True))
         found.append(RunRow(**{**cell, "tags": json.loads(cell["tags"]), "figures": json.loads(cell["figures"])}))
     return found

@@ -19,6 +19,7 @@ from experiments.config import Event, Job, Run, describe
 from experiments.errors import InputError, StudyChangedError
 from experiments.executors import Executor
 from experiments.identity import changed, provenance
+from experiments.proof import prove
 from experiments.resolve import Resolver
 from experiments.schema import duration
 from experiments.search import Search
@@ -69,12 +70,14 @@ class Study:
         self.objective = sweep.file.objectives[0]
         self.device, self.gpus = resources.devices(sweep)
         self.threads = resources.threads(sweep)
+        self.parallel = min(self.budget.parallel, len(self.gpus)) if self.gpus else self.budget.parallel
         self.folder = store.study_folder(home, sweep.file.name)
         self.store = Store(self.folder)
         try:
             known = self.store.meta("identity")
             self._begin(known)
             watcher.say(f"{'new study' if known is None else 'going on'}: {self.folder}")
+            self._say_what_is_cut()
             self.mirror = Mirror(self.store.path, home, target, sweep.file.experiment or sweep.file.name, watcher.say)
         except BaseException:
             self.store.close()
@@ -86,8 +89,13 @@ class Study:
         self.started: dict[str, float] = {}
         self.durations: list[float] = []
         self.free_gpus = list(self.gpus)
-        self.held_gpus: dict[str, tuple[int, ...]] = {}
+        self.held_gpus: dict[str, tuple[str, ...]] = {}
+        self.baselines = {resolver.run(line).hash(): line for line in sweep.file.baseline}
         self.signal: int | None = None
+        self.unproven: dict[str, str] = {}  # variants that fail the contract suite, and how
+        self.refused = ""  # why the search's last unusable proposal was one
+        self.cut_short = False  # by a signal, or by the time of this invocation, with work left
+        self.shown = 0.0
         self.exhausted = False
         self.deadline = time.monotonic() + duration(self.budget.timeout) if self.budget.timeout else None
 
@@ -96,8 +104,9 @@ class Study:
         try:
             with self._signals():
                 self._restore()
+                self.unproven = prove(self.store, self.resolver.code, self.watcher.say)
                 self._loop()
-                if self.signal is None and not self._late():
+                if not self.cut_short:
                     self._measure_speed()
                 return self._finish()
         finally:
@@ -113,19 +122,46 @@ class Study:
             removed = set(self.store.meta("seeds")) - set(self.sweep.file.seeds)
             if removed:
                 changes.append(f"seeds: {sorted(removed)} were there before and may not be taken away")
+            for task, data in (self.store.meta("data") or {}).items():
+                if self.resolver.data.get(task, data) != data:
+                    changes.append(f"the data of its task: digest was {data}, is now {self.resolver.data[task]}")
+            used = self._names_that_finished()
+            for name, code in (self.store.meta("code") or {}).items():
+                if name in used and self.resolver.code.get(name, code) != code:
+                    changes.append(f"the code of {name}: digest was {code}, is now {self.resolver.code[name]}")
             if changes:
                 raise StudyChangedError(
                     f"{self.sweep.document.source}: study {self.sweep.file.name!r} in {self.folder} was begun otherwise: "
                     f"{'; '.join(changes)}. Run with --new to begin a new study and keep the old, or give it another name"
                 )
         else:
-            self.store.set_meta("name", self.sweep.file.name)
             self.store.set_meta("started", time.time_ns() // 1_000_000)
-            self.store.set_meta("tags", provenance())
-        self.store.set_meta("sweep", Path(self.sweep.document.source).read_text(encoding="utf-8-sig"))
-        self.store.set_meta("seeds", self.sweep.file.seeds)
-        self.store.set_meta("state", "running")
-        self.store.set_meta("identity", identity)
+        for key, value in {
+            "name": self.sweep.file.name,
+            "sweep": self.sweep.text(),
+            "seeds": self.sweep.file.seeds,
+            "code": {**(self.store.meta("code") or {}), **self.resolver.code},
+            "data": {**(self.store.meta("data") or {}), **self.resolver.data},
+            "tags": provenance(),
+            "identity": identity,
+            "state": "running",
+        }.items():
+            self.store.set_meta(key, value)
+
+    def _names_that_finished(self) -> set[str]:
+        """Variants and tasks that a finished run has used: their code may not change under the study."""
+        finished = {run.trial for run in self.store.runs() if run.state == "finished"}
+        configs = [trial.config for trial in self.store.trials() if trial.number in finished]
+        return {f"variant {config['attention']['variant']}" for config in configs} | {
+            f"task {config['task']['name']}" for config in configs
+        }
+
+    def _say_what_is_cut(self) -> None:
+        """What was asked for and will not be done."""
+        if self.sweep.file.method == "grid" and self.sweep.size > self.sweep.trials:
+            self.watcher.say(f"the grid has {self.sweep.size} configurations; the budget runs the first {self.sweep.trials}")
+        if self.parallel < self.budget.parallel:
+            self.watcher.say(f"{self.parallel} runs at a time, one on each GPU, instead of {self.budget.parallel}")
 
     def _restore(self) -> None:
         for run in self.store.close_orphans():
@@ -137,7 +173,9 @@ class Study:
                 self.store.add_seeds(trial.number, missing)
                 trial = self.store.trial(trial.number)
             if trial.kind == "search":
-                self.search.restore(trial.number, trial.assignment, trial.value, trial.state == "running")
+                self.search.restore(
+                    trial.number, trial.assignment, trial.value, trial.state == "running", self._figures(trial.number)
+                )
             if trial.state == "running":
                 self.queue += [run for run in self.store.runs(trial.number) if run.state in ("waiting", "stopped", "lost")]
                 self._close_trial(trial.number)
@@ -147,33 +185,39 @@ class Study:
 
     def _loop(self) -> None:
         while self.signal is None and not self._late():
-            while len(self.running) < self.budget.parallel and (self.queue or self._ask()):
+            while len(self.running) < self.parallel and (self.queue or self._ask()):
                 self._submit(self.queue.popleft())
             if not self.running:
                 return
             for event in self.executor.poll(0.2):
                 self._handle(event)
             self._progress()
+        self.cut_short = self.signal is not None or bool(self.running) or bool(self.queue) or self._wanted()
         self._stop_all()
+
+    def _wanted(self) -> bool:
+        """Whether the budget asks for a further trial."""
+        return not self.exhausted and sum(trial.state != "failed" for trial in self.store.trials()) < self.target
 
     def _ask(self) -> bool:
         """Begin a trial; False where the budget is met or the space has no more."""
-        trials = self.store.trials()
-        failed = sum(trial.state == "failed" for trial in trials)
-        if self.exhausted or len(trials) - failed >= self.target:
+        if not self._wanted():
             return False
+        failed = sum(trial.state == "failed" for trial in self.store.trials())
         if failed >= max(self.target, 10) and self.sweep.file.method != "grid":
             self.watcher.say(f"{failed} trials failed; no more are tried")
             self.exhausted = True
             return False
-        if len(trials) < len(self.sweep.file.baseline):
-            kind, assignment = "baseline", self.sweep.file.baseline[len(trials)]
+        baseline = next((line for name, line in self.baselines.items() if name not in self.hashes), None)
+        if baseline is not None:
+            kind, assignment = "baseline", baseline
         else:
             proposed = self.search.ask(self._is_new)
             if proposed is None:
                 self.exhausted = True
                 if self.sweep.file.method != "grid":
-                    self.watcher.say("the space holds no further configuration")
+                    why = f" (the last one refused: {self.refused})" if self.refused else ""
+                    self.watcher.say(f"the space holds no further configuration{why}")
                 return False
             kind, assignment = "search", proposed
         run = self.resolver.run(assignment)
@@ -187,16 +231,17 @@ class Study:
     def _is_new(self, assignment: Assignment) -> bool:
         try:
             return self.resolver.run(assignment).hash() not in self.hashes
-        except InputError:  # settings that exclude each other, in the inside of a space whose corners are fine
+        except InputError as error:  # settings that exclude each other, in the inside of a space whose corners are fine
+            self.refused = str(error)
             return False
 
     def _submit(self, run: RunRow) -> None:
         gpus = None
         if self.gpus:
-            gpus = tuple(self.free_gpus.pop(0) for _ in range(self._gpus_a_run()))
+            gpus = (self.free_gpus.pop(0),)
             self.held_gpus[run.key] = gpus
         self.store.start_run(run.id)
-        name = f"{run.trial:04d}-{run.seed}"
+        name = report.log_name(run)
         job = Job(
             key=run.key,
             kind="train",
@@ -206,8 +251,8 @@ class Study:
             threads=self.threads,
             device=self.device,
             gpus=gpus,
-            checkpoint=str(self.folder / "checkpoints" / f"{name}.pt"),
-            log=str(self.folder / "logs" / f"{name}.log"),
+            checkpoint=str((self.folder / "checkpoints" / name).with_suffix(".pt")),
+            log=str(self.folder / "logs" / name),
         )
         self.running[run.key] = run
         self.started[run.key] = time.monotonic()
@@ -245,13 +290,17 @@ class Study:
         elif event["state"] == "finished":
             self._end_finished(run, event["values"], seconds)
         elif event["state"] == "stopped":
-            cause = "timeout" if self.signal is None else "stopped"
+            cause = "timeout" if event["cause"] == "stopped" and self.signal is None else event["cause"]
             self.store.end_run(run.id, "stopped", cause, message)
+            if cause == "disk":
+                self.watcher.say(f"trial {run.trial} seed {run.seed}: the disk is full; the same command goes on with it")
         else:
             self.store.end_run(run.id, "failed", event["cause"], message)
         row = _row(self.store, run)
         if row.state == "failed":
-            self.watcher.say(f"trial {run.trial} seed {run.seed}: failed: {row.cause}: {row.message}")
+            what = describe(self.store.trial(run.trial).assignment)
+            self.watcher.say(f"trial {run.trial} seed {run.seed} ({what}): failed: {row.cause}: {row.message}")
+            self.watcher.say(f"  log: {self.folder / 'logs' / report.log_name(run)}")
         self._close_trial(run.trial)
 
     def _end_finished(self, run: RunRow, figures: dict[str, float], seconds: float) -> None:
@@ -276,8 +325,14 @@ class Study:
         failed = any(run.state == "failed" for run in runs)
         value = None if failed else statistics.mean([run.figures[self.objective.metric] for run in runs])
         self.store.end_trial(number, "failed" if failed else "complete", value)
-        self.search.tell(number, value)
+        self.search.tell(number, value, self._figures(number))
         self.mirror.wake()
+
+    def _figures(self, number: int) -> dict[str, float]:
+        """Means over the finished runs of a trial."""
+        found = [run.figures for run in self.store.runs(number) if run.state == "finished"]
+        names = set.intersection(*(set(figures) for figures in found)) if found else set()
+        return {name: statistics.mean([figures[name] for figures in found]) for name in names}
 
     # --- stopping ------------------------------------------------------------------------------------------------------------
 
@@ -290,16 +345,20 @@ class Study:
     def _stop_all(self) -> None:
         """Every run writes its checkpoint and ends; one that does not is killed."""
         if self.running:
-            why = "the time of this invocation is up" if self.signal is None else "stopping"
+            why = "the time of this invocation is up" if self.signal is None else "stopping (once more to stop at once)"
             self.watcher.say(f"{why}: {len(self.running)} runs write their checkpoints")
-        for key in self.running:
+        self._drain(list(self.running), lambda: bool(self.running), self._handle)
+
+    def _drain(self, keys: list[str], going: Callable[[], bool], handle: Callable[[Event], None]) -> None:
+        """Ask jobs to stop, and take their last events; kill what has not ended in time."""
+        for key in keys:
             self.executor.stop(key)
         limit = time.monotonic() + _GRACE
-        while self.running:
+        while going():
             for event in self.executor.poll(0.1):
-                self._handle(event)
+                handle(event)
             if time.monotonic() > limit:
-                for key in self.running:
+                for key in keys:
                     self.executor.kill(key)
                 limit = float("inf")
 
@@ -307,9 +366,9 @@ class Study:
     def _signals(self) -> Iterator[None]:
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.signal is not None:  # the second time: at once. What was recorded is safe.
+                os.write(2, b"stopped at once; the same command goes on\n")
                 os._exit(128 + number)
-            self.signal = number
-            self.watcher.say("stopping after the checkpoints; once more to stop at once")
+            self.signal = number  # the loop sees it; nothing is printed here, where a line may be half written
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -328,42 +387,68 @@ class Study:
             return
         self.mirror.flush(2.0)
         self.watcher.say(f"measuring speed: {len(table)} configurations, each alone, in turns")
+        round_number = (self.store.meta("speed_rounds") or 0) + 1  # the step of these values: those of an earlier round stay
+        self.store.set_meta("speed_rounds", round_number)
         configs = tuple(Run(**line.trial.config) for line in table)
-        gpus = tuple(self.gpus[: self._gpus_a_run()]) if self.gpus else None
-        job = Job("speed", "speed", configs, plugins=self.sweep.plugins, threads=self.threads, device=self.device, gpus=gpus)
+        job = Job(
+            "speed",
+            "speed",
+            configs,
+            plugins=self.sweep.plugins,
+            threads=self.threads,
+            device=self.device,
+            gpus=self.gpus[:1] or None,
+        )
+        ended = False
+
+        def handle(event: Event) -> None:
+            nonlocal ended
+            if event["type"] == "metrics":
+                measured = table[event["step"]].trial.number
+                for run in runs:
+                    if run.trial == measured and run.state == "finished":
+                        self.store.add_metrics(run.id, round_number, event["time"], event["values"])
+                        self.store.add_figures(run.id, event["values"])
+            elif event["type"] == "info":
+                self.watcher.progress(int(event["tags"]["done"]), int(event["tags"]["of"]), 1, "measuring speed", None)
+            elif event["type"] in ("end", "lost"):
+                ended = True
+                if event.get("state") != "finished":
+                    self.watcher.say(f"speed is unknown: {event.get('message')}")
+
         self.executor.submit(job)
-        asked = False
-        while True:
-            if self.signal is not None and not asked:
-                self.executor.stop("speed")
-                asked = True
+        while not ended and not self._stopping():
             for event in self.executor.poll(0.2):
-                if event["type"] == "metrics":
-                    for run in runs:
-                        if run.trial == table[event["step"]].trial.number and run.state == "finished":
-                            steps = table[event["step"]].trial.config["train"]["steps"]
-                            self.store.add_metrics(run.id, steps, event["time"], event["values"])
-                            self.store.add_figures(run.id, event["values"])
-                elif event["type"] in ("end", "lost"):
-                    if event.get("state") == "failed" or event["type"] == "lost":
-                        self.watcher.say(f"speed is unknown: {event.get('message')}")
-                    return
+                handle(event)
+        self._drain(["speed"], lambda: not ended, handle)
 
     def _finish(self) -> Outcome:
         trials, runs = self.store.trials(), self.store.runs()
         complete = sum(trial.state == "complete" for trial in trials)
-        summary = report.summary(self.sweep.file.name, trials, runs, self.objective)
-        stopped = self._stopping()
-        self.store.set_meta("summary", summary)
-        self.store.set_meta("ended", time.time_ns() // 1_000_000)
-        self.store.set_meta("state", "stopped" if stopped else "finished" if complete else "failed")
+        file = self.sweep.file
+        summary = report.summary(
+            file.name,
+            trials,
+            runs,
+            self.objective,
+            file.constraints,
+            next(iter(self.baselines), None),
+            self.unproven,
+            str(self.folder),
+        )
         store.write_text(self.folder / "report.md", summary)
         store.write_text(self.folder / "trials.csv", report.trials_csv(runs, trials))
+        self.store.set_meta("summary", summary)
+        self.store.set_meta("ended", time.time_ns() // 1_000_000)
+        self.store.set_meta("state", "stopped" if self.cut_short else "finished" if complete else "failed")
         mirrored = self.mirror.close()
-        failed = sum(run.state in ("failed", "lost") for run in runs)
+        failed = sum(run.state in ("failed", "lost") or run.cause == "disk" for run in runs)
         return Outcome(self.folder, summary, failed, complete, self.signal, mirrored, self.mirror.experiment_id)
 
     def _progress(self) -> None:
+        if time.monotonic() - self.shown < 1.0:  # it reads the whole store
+            return
+        self.shown = time.monotonic()
         trials, runs = self.store.trials(), self.store.runs()
         done = sum(run.state in ("finished", "failed") for run in runs)
         failed = sum(trial.state == "failed" for trial in trials)
@@ -373,12 +458,8 @@ class Study:
         best = f"best {self.objective.metric} {better(values):.4f}" if values else "no trial complete yet"
         left = None
         if self.durations:
-            left = (total - done) * statistics.mean(self.durations) / self.budget.parallel
+            left = (total - done) * statistics.mean(self.durations) / self.parallel
         self.watcher.progress(done, total, len(self.running), best, left)
-
-    def _gpus_a_run(self) -> int:
-        wanted = self.sweep.file.resources.gpus
-        return 1 if wanted == "auto" else wanted
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

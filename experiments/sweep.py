@@ -14,6 +14,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,35 @@ class Sweep:
         document: the file as read, for the lines of errors.
         file: its content, of the right types.
         plugins: the plugin files, as absolute paths.
+        overrides: what the command line changed.
     """
 
     document: Document
     file: SweepFile
     plugins: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Parameter]:
         """The parameters, each after those that its `when` refers to."""
         return self.file.parameters
 
+    @cached_property
+    def size(self) -> int:
+        """Configurations of baseline and grid together; counted up to a million."""
+        return len(self.file.baseline) + sum(1 for _ in itertools.islice(self.grid(), 1_000_000))
+
     @property
     def trials(self) -> int:
         """The number of trials to reach, over all invocations."""
-        size = len(self.file.baseline) + sum(1 for _ in itertools.islice(self.grid(), 1_000_000))
         if self.file.budget.trials is None:
-            return size
-        return min(self.file.budget.trials, size) if self.file.method == "grid" else self.file.budget.trials
+            return self.size
+        return min(self.file.budget.trials, self.size) if self.file.method == "grid" else self.file.budget.trials
+
+    def text(self) -> str:
+        """The file as it was written, and what the command line changed in it."""
+        source = Path(self.document.source).read_text(encoding="utf-8-sig")
+        return source + "".join(f"# on the command line: {override}\n" for override in self.overrides)
 
     def grid(self) -> Iterator[Assignment]:
         """Every combination, in the order of the file, the last parameter fastest; without the baseline's."""
@@ -103,7 +115,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), plugins: Sequence[str]
         raise _first_error(document, error) from None
     folder = Path(path).resolve().parent
     found = [_plugin_path(document, name, index, folder) for index, name in enumerate(file.plugins)]
-    sweep = Sweep(document, file, (*found, *(str(Path(plugin).resolve()) for plugin in plugins)))
+    sweep = Sweep(document, file, (*found, *(str(Path(plugin).resolve()) for plugin in plugins)), tuple(overrides))
     sweep = replace(sweep, file=file.model_copy(update={"parameters": _by_dependency(sweep)}))
     _check_parameters(sweep)
     _check_names(sweep)
@@ -146,8 +158,18 @@ def same(a: Any, b: Any) -> bool:
 
 
 def corners(parameter: Parameter) -> Sequence[Any]:
-    """The values of a list, or the ends of a range."""
-    return parameter.values if parameter.values is not None else (parameter.min, parameter.max)
+    """The values of a list, or the ends of a range, of the type that a search draws."""
+    if parameter.values is not None:
+        return parameter.values
+    assert parameter.min is not None
+    assert parameter.max is not None
+    kind = int if is_whole(parameter) else float
+    return (kind(parameter.min), kind(parameter.max))
+
+
+def is_whole(parameter: Parameter) -> bool:
+    """Whether a range is one of whole numbers."""
+    return isinstance(parameter.min, int) and isinstance(parameter.max, int) and not isinstance(parameter.step, float)
 
 
 def _apply_override(document: Document, override: str) -> None:
@@ -274,20 +296,20 @@ def _check_names(sweep: Sweep) -> None:
 
 
 def _registered_names(sweep: Sweep, plugin: str, decorator: str) -> set[str] | None:
-    """The names that a plugin's decorators register, read from its text; None where one is not written out."""
+    """The names that a plugin's decorators register, read from its text; None where they cannot be told."""
     try:
         module = ast.parse(Path(plugin).read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise sweep.error(("plugins",), f"{plugin}:{error.lineno}: {error.msg}") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise sweep.error(("plugins",), f"{plugin}: cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError, ValueError, MemoryError, RecursionError) as error:
+        raise sweep.error(("plugins",), f"{plugin}: cannot be read: {type(error).__name__} {error}") from None
     names: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == decorator:
             if not (node.args and isinstance(node.args[0], ast.Constant)):
                 return None
             names.add(str(node.args[0].value))
-    return names
+    return names or None  # it may register under another word, or through what it imports: its import will tell
 
 
 def _check_consistency(sweep: Sweep) -> None:

@@ -42,6 +42,14 @@ MAX_NAME = 250
 MAX_PARAM = 5_000  # MLflow cuts silently at 6,000
 _METRICS_A_BATCH, _PARAMS_A_BATCH = 1_000, 100
 _RUN_TAG = "experiments.run"
+# Runs of which the target does not know everything.
+_AHEAD = """
+LEFT JOIN mirror ON mirror.run = runs.id AND mirror.target = ?
+WHERE runs.state != 'waiting' AND (
+    mirror.run IS NULL OR mirror.version < runs.version
+    OR mirror.seq < (SELECT COALESCE(MAX(metrics.seq), 0) FROM metrics WHERE metrics.run = runs.id)
+)
+"""
 
 
 def default_target(home: Path) -> str:
@@ -71,6 +79,9 @@ def clean_name(name: str) -> str:
     too long is cut and ends in its digest.
     """
     escaped = re.sub(r"_(?=u)|[^\w\-. /:]", lambda match: f"_u{ord(match[0]):x}_", name, flags=re.ASCII)
+    # MLflow takes names for paths: no part of one may be empty, `.` or `..`.
+    parts = [{"": "_u_", ".": "_u2e_", "..": "_u2e_u2e_"}.get(part, part) for part in escaped.split("/")]
+    escaped = "/".join(parts)
     return escaped if len(escaped) <= MAX_NAME else f"{escaped[: MAX_NAME - 13]}-{digest(name)}"
 
 
@@ -89,9 +100,9 @@ class Mirror:
         self.target, self.experiment = target, experiment
         self.experiment_id: str | None = None
         self._path, self._home, self._note = path, home, note
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self._idle = threading.Event()
-        self._failing = False
+        self._news = threading.Condition()
+        self._asked = self._told = 0  # news so far, and how many of them the server knows
+        self._stop = self._failing = False
         self._client: Any = None
         self._parent_sent = ""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
@@ -99,53 +110,71 @@ class Mirror:
 
     def wake(self) -> None:
         """There is news."""
-        self._idle.clear()
-        self._wake.set()
+        with self._news:
+            self._asked += 1
+            self._news.notify_all()
 
     def flush(self, patience: float) -> bool:
         """Wait until everything is told; give up where the server has been silent for `patience` seconds."""
         self.wake()
-        silent_since = time.monotonic()
-        while not self._idle.wait(0.05):
-            if not self._failing:
-                silent_since = time.monotonic()
-            elif time.monotonic() - silent_since > patience:
-                return False
-        return True
+        wanted = self._asked
+        with self._news:
+            silent_since = time.monotonic()
+            while self._told < wanted and self._thread.is_alive():
+                self._news.wait(0.05)
+                if not self._failing:
+                    silent_since = time.monotonic()
+                elif time.monotonic() - silent_since > patience:
+                    return False
+        return self._told >= wanted
 
     def close(self, patience: float = 2.0) -> bool:
         """Flush, and end the thread; False where records still wait in the store."""
         told = self.flush(patience)
-        self._stop.set()
-        self._wake.set()
+        with self._news:
+            self._stop = True
+            self._news.notify_all()
         self._thread.join(timeout=5 if told else 0.1)
         return told
 
     def _loop(self) -> None:
         pause = 1.0
-        while not self._stop.is_set():
-            self._wake.wait()
-            self._wake.clear()
-            if self._stop.is_set():
-                return
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._stop or self._told < self._asked)
+                if self._stop:
+                    return
+                asked = self._asked
             try:
                 with contextlib.closing(stores.connect(self._path)) as db:
                     self._sync(db)
             except Exception as error:  # telemetry never stops a study
-                if not self._failing:
-                    line = " ".join(str(error).split())[:200]
-                    self._note(f"MLflow at {self.target} does not take records ({line}); they wait in the study folder")
-                self._failing = True
-                self._stop.wait(pause)
+                self._report(error)
+                self._wait(pause)
                 pause = min(2 * pause, 30.0)
-                self._wake.set()
                 continue
             if self._failing:
-                self._note(f"MLflow at {self.target} takes records again")
-            self._failing, pause = False, 1.0
-            if not self._wake.is_set():
-                self._idle.set()
-            self._stop.wait(0.5)  # what comes in between travels together
+                self._failing = False
+                self._say(f"MLflow at {self.target} takes records again")
+            pause = 1.0
+            with self._news:
+                self._told = asked
+                self._news.notify_all()
+            self._wait(0.5)  # what comes in between travels together
+
+    def _wait(self, seconds: float) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._stop, seconds)
+
+    def _report(self, error: Exception) -> None:
+        if not self._failing:
+            self._failing = True
+            line = " ".join(str(error).split())[:200]
+            self._say(f"MLflow at {self.target} does not take records ({line}); they wait in the study folder")
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            self._note(line)
 
     def _sync(self, db: sqlite3.Connection) -> None:
         client = self._connect()
@@ -154,18 +183,30 @@ class Mirror:
             return
         parent, _, _ = self._remote(db, 0, lambda: self._create_parent(client, study))
         trials = {trial.number: trial for trial in stores.read_trials(db)}
-        for run in stores.read_runs(db, "WHERE state != 'waiting'"):
-            told = db.execute(
-                "SELECT remote, version, seq FROM mirror WHERE target = ? AND run = ?", (self.target, run.id)
-            ).fetchone()
-            last = db.execute("SELECT COALESCE(MAX(seq), 0) FROM metrics WHERE run = ?", (run.id,)).fetchone()[0]
-            if told is None or told[1] < run.version or told[2] < last:
-                trial = trials[run.trial]
-                created = lambda run=run, trial=trial: self._create_child(client, study, parent, run, trial)  # noqa: E731
-                remote, _, seq = self._remote(db, run.id, created)
-                self._tell_run(client, db, remote, run, seq)
-                self._remember(db, run.id, remote, run.version, last)
+        failed: Exception | None = None
+        for run in stores.read_runs(db, _AHEAD, (self.target,)):
+            try:
+                self._mirror_run(client, db, study, parent, run, trials[run.trial])
+            except Exception as error:  # one run that a server refuses keeps back no other
+                failed = error
         self._tell_parent(client, db, parent, study, list(trials.values()))
+        if failed is not None:
+            raise failed
+
+    def _mirror_run(
+        self, client: Any, db: sqlite3.Connection, study: dict[str, Any], parent: str, run: RunRow, trial: stores.Trial
+    ) -> None:
+        last = db.execute("SELECT COALESCE(MAX(seq), 0) FROM metrics WHERE run = ?", (run.id,)).fetchone()[0]
+        remote, version, seq = self._remote(db, run.id, lambda: self._create_child(client, study, parent, run, trial))
+        try:
+            if version < 0:
+                self._describe_child(client, remote, run, trial)
+            self._tell_run(client, db, remote, run, seq)
+        except Exception:
+            if client.get_run(remote).info.lifecycle_stage != "deleted":
+                raise
+            # Somebody deleted it: that is their choice, and nothing more is told of it.
+        self._remember(db, run.id, remote, run.version, last)
 
     def _connect(self) -> Any:
         if self._client is None:
@@ -217,7 +258,9 @@ class Mirror:
 
     def _create_parent(self, client: Any, study: dict[str, Any]) -> str:
         tags = {"study": study["name"], "study_id": study["study_id"], **study.get("tags", {})}
-        remote = self._create(client, f"{study['study_id']}/study", study["name"], study["started"], tags)
+        # The time tells studies of one name apart.
+        name = f"{study['name']} {time.strftime('%Y-%m-%d %H:%M', time.localtime(study['started'] / 1000))}"
+        remote = self._create(client, f"{study['study_id']}/study", name, study["started"], tags)
         client.log_text(remote, study["sweep"], "sweep.yaml")
         self._log_params(client, remote, flatten(study["identity"]["base"]))
         return remote
@@ -232,10 +275,11 @@ class Mirror:
             **study.get("tags", {}),
         }
         name = f"{run.trial:04d} {describe(trial.assignment)} seed {run.seed}"
-        remote = self._create(client, f"{study['study_id']}/{run.id}", name[:250], run.started, tags)
-        client.log_text(remote, json.dumps(trial.config, indent=2, sort_keys=True), "config.json")
+        return self._create(client, f"{study['study_id']}/{run.id}", name[:250], run.started, tags)
+
+    def _describe_child(self, client: Any, remote: str, run: RunRow, trial: stores.Trial) -> None:
         self._log_params(client, remote, {**flatten(trial.config), "seed": run.seed, "config_hash": trial.config_hash})
-        return remote
+        client.log_text(remote, json.dumps(trial.config, indent=2, sort_keys=True), "config.json")
 
     def _log_params(self, client: Any, remote: str, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param

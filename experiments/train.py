@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from experiments import config, measure
@@ -66,7 +66,7 @@ class Trainer:
             checkpoint knows is told again when it is gone on from, since the driver may have died before it stored it.
         checkpoint: where to keep the state; None: nowhere. An existing file of this run is gone on from.
         stop: asked before every step; True ends the run with StoppedError after a checkpoint.
-        measure_memory: record the peak of the second step, which that makes slower.
+        full: measure the memory of the second step and take the digest of the batches; False where only time counts.
     """
 
     def __init__(
@@ -79,17 +79,14 @@ class Trainer:
         record: Record,
         checkpoint: Path | None = None,
         stop: Callable[[], bool] = lambda: False,
-        measure_memory: bool = True,
+        full: bool = True,
     ) -> None:
         self.train, self.task, self.model, self.seed, self.device = run.train, task, model, seed, device
-        self.tell, self.checkpoint, self.stop, self.measure_memory = record, checkpoint, stop, measure_memory
+        self.tell, self.checkpoint, self.stop, self.full = record, checkpoint, stop, full
         self.told: list[tuple[int, int, dict[str, float]]] = []
         self.identity = f"{run.hash()}/{seed}"
         self.optimizer = make_optimizer(model, run.train)
-        half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[run.train.precision]
-        self.autocast: Callable[[], Any] = (
-            contextlib.nullcontext if half is None else lambda: torch.autocast(device.type, dtype=half)
-        )
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[run.train.precision]
         self.scaler = torch.amp.GradScaler("cuda") if run.train.precision == "fp16" else None
         self.step = 0
         self.skipped = 0
@@ -99,6 +96,12 @@ class Trainer:
         torch.manual_seed(derive("dropout", seed))
         if checkpoint is not None and checkpoint.exists():
             self._restore(checkpoint)
+
+    def autocast(self) -> Any:
+        """The context of a forward in this run's precision."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Tell what shall be stored, and remember it for the checkpoint."""
@@ -134,7 +137,7 @@ class Trainer:
 
     def advance(self) -> None:
         """One training step. The second one, when the optimiser has its state, is also the one whose memory is measured."""
-        if self.measure_memory and self.step == 1 and self.peak_bytes is None:
+        if self.full and self.step == 1 and self.peak_bytes is None:
             with measure.peak_memory(self.device, measure.resident_bytes(self.model, self.optimizer)) as peak:
                 self._train_step()
             self.peak_bytes = peak.nbytes
@@ -146,19 +149,29 @@ class Trainer:
         rate = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = [self.batch("train", self.step * train.accumulate + i) for i in range(train.accumulate)]
-        for batch in batches:
-            self.order = hashlib.sha256(self.order.encode() + batch.inputs.cpu().numpy().tobytes()).hexdigest()[:16]
-        # Every counted target of the step weighs the same, in whichever of its batches it stands.
-        counted = sum((batch.targets != -100).sum() for batch in batches) if train.accumulate > 1 else None
-        loss_sum: Tensor | float = 0.0
-        for batch in batches:
+        # Every counted target of the step weighs the same, in whichever of its batches it stands: the sums are added up, over a
+        # size that keeps them small, and divided by the count at the end.
+        total_sum, count_sum, size = 0.0, 0.0, 1.0
+        for index in range(train.accumulate):
+            batch = self.task.batch("train", self.seed, self.step * train.accumulate + index)
+            if self.full:
+                self.order = hashlib.sha256(self.order.encode() + batch.inputs.numpy().tobytes()).hexdigest()[:16]
+            batch = self.to_device(batch)
             with self.autocast():
                 _, total, count = forward_loss(self.model, self.task, batch)
-            loss = total / (count if counted is None else counted)
+            if index == 0:
+                size = float(count) or 1.0
+            loss = total / size
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            loss_sum = loss_sum + loss.detach()
-        self._update(float(loss_sum), rate)
+            total_sum += float(total.detach())
+            count_sum += float(count)
+        if count_sum == 0:
+            raise ValueError(f"task {self.task.name}: counts no target in step {self.step + 1}")
+        if count_sum != size:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(size / count_sum)
+        self._update(total_sum / count_sum, rate)
 
     def _update(self, loss: float, rate: float) -> None:
         train = self.train
@@ -218,7 +231,10 @@ class Trainer:
 
     def batch(self, split: Split, step: int) -> Batch:
         """The task's batch, on the device of the run."""
-        batch = self.task.batch(split, self.seed, step)
+        return self.to_device(self.task.batch(split, self.seed, step))
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch on the device of the run."""
         if self.device.type == "cpu":
             return batch
         keys = None if batch.keys is None else batch.keys.to(self.device)
@@ -243,7 +259,13 @@ class Trainer:
         self._save(finished=True)
 
     def _restore(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except Exception as error:  # cut short by the machine: the run begins again
+            kept = path.with_suffix(".damaged")
+            path.replace(kept)
+            print(f"checkpoint {path} cannot be read ({error}); kept as {kept.name}, the run begins again", flush=True)
+            return
         if state["identity"] != self.identity:
             raise ValueError(f"checkpoint {path}: belongs to {state['identity']}, not to {self.identity}")
         self.model.load_state_dict(state["model"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import platform
@@ -15,7 +16,7 @@ import torch
 
 import variants  # noqa: F401  registers the house's own
 from core import Attention
-from core.registry import load_plugin
+from core.registry import load_plugin, make_config
 from experiments import config, measure
 from experiments.config import Event, Job
 from experiments.model import build_model
@@ -53,15 +54,16 @@ def run_job(job: Job, send: Send, stop: Stop) -> None:
         send(Event(type="end", key=job.key, time=now(), state="stopped", cause="stopped", message=str(error), values={}))
     except (Exception, SystemExit) as error:
         cause, message = name_cause(error)
+        state = "stopped" if cause == "disk" else "failed"  # room can be made, and the run goes on
         traceback.print_exc()  # goes to the log of the run
         # The traceback keeps every tensor of the failed step alive.
         error.__traceback__ = None
         gc.collect()
-        send(Event(type="end", key=job.key, time=now(), state="failed", cause=cause, message=message, values={}))
+        send(Event(type="end", key=job.key, time=now(), state=state, cause=cause, message=message, values={}))
 
 
 def name_cause(error: BaseException) -> tuple[str, str]:
-    """(cause, one line): oom, diverged, or error with the place in the code where it was raised."""
+    """(cause, one line): oom, diverged, disk (it is full), or error with the place in the code where it was raised."""
     # A message may name a file in bytes that are no text, and what is stored must be text.
     line = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace").decode()
     if isinstance(error, DivergedError):
@@ -71,6 +73,8 @@ def name_cause(error: BaseException) -> tuple[str, str]:
         isinstance(error, RuntimeError) and any(each in words for each in _NO_MEMORY)
     ):
         return "oom", line
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk", line
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return "error", line + place
@@ -80,7 +84,7 @@ def make_task(run: config.Run) -> Task:
     """The task of a resolved configuration."""
     cls = tasks.get(run.task["name"])
     settings = {key: value for key, value in run.task.items() if key != "name"}
-    return cls(cls.Config(**settings), run.train.batch_size)
+    return cls(make_config(cls, settings), run.train.batch_size)
 
 
 def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, float]:
@@ -93,7 +97,8 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
 
     checkpoint = None if job.checkpoint is None else Path(job.checkpoint)
     trainer = Trainer(run, task, model, job.seed, device, record, checkpoint, stop)
-    operations = measure.flops_per_token(model, task, trainer.batch("train", 0))
+    with trainer.autocast():
+        operations = measure.flops_per_token(model, task, trainer.batch("train", 0))
     if run.train.compile:
         model.compile()
     figures = trainer.fit()
@@ -103,11 +108,12 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
     figures["cost/params"] = measure.parameters(model)
     if trainer.peak_bytes is not None:
         figures["memory/peak_mb"] = trainer.peak_bytes / measure.MIB
-    state_bytes = measure.decode_state_bytes(model, task.seq_len)
+    state_bytes = measure.decode_state_bytes(model, task.seq_len, trainer.dtype)
     if state_bytes is not None:
         figures["memory/state_bytes"] = state_bytes
     model.eval()
-    figures |= measure.attention_figures(model, trainer.batch("val", 0))
+    with trainer.autocast():
+        figures |= measure.attention_figures(model, trainer.batch("val", 0))
     record(run.train.steps, now(), figures)
     trainer.save_weights()
     send(Event(type="info", key=job.key, time=now(), tags=tags))
@@ -143,17 +149,30 @@ def _speed(job: Job, device: torch.device, send: Send, stop: Stop) -> None:
     for run in job.runs:
         made.setdefault(_task_key(run), make_task(run))
     measured: list[list[float]] = [[] for _ in job.runs]
-    for _ in range(SPEED_ROUNDS):
+    unknown: dict[int, str] = {}
+    for turn in range(SPEED_ROUNDS):
         for index, run in enumerate(job.runs):
+            done = {"done": str(turn * len(job.runs) + index), "of": str(SPEED_ROUNDS * len(job.runs))}
+            send(Event(type="info", key=job.key, time=now(), tags=done))
             if stop():
                 raise StoppedError("stopped while speed was measured")
-            measured[index].append(_step_seconds(run, made[_task_key(run)], device))
+            if index in unknown:
+                continue
+            try:
+                measured[index].append(_step_seconds(run, made[_task_key(run)], device))
+            except Exception as error:  # one that cannot be measured takes no figure from the others
+                unknown[index] = name_cause(error)[1]
+                error.__traceback__ = None
+                gc.collect()
     for index, run in enumerate(job.runs):
+        if index in unknown:
+            continue
         step_seconds = statistics.median(measured[index])
-        task = made[_task_key(run)]
-        tokens = run.train.batch_size * run.train.accumulate * task.seq_len
+        tokens = run.train.batch_size * run.train.accumulate * made[_task_key(run)].seq_len
         values = {"speed/step_ms": step_seconds * 1e3, "speed/tokens_per_s": tokens / step_seconds}
         send(Event(type="metrics", key=job.key, time=now(), step=index, values=values))
+    if unknown:
+        raise RuntimeError("; ".join(f"configuration {job.runs[index].hash()}: {why}" for index, why in unknown.items()))
 
 
 def _task_key(run: config.Run) -> str:
@@ -162,7 +181,7 @@ def _task_key(run: config.Run) -> str:
 
 def _step_seconds(run: config.Run, task: Task, device: torch.device) -> float:
     model = build_model(run, task, 0, device)
-    trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None, measure_memory=False)
+    trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None, full=False)
     if run.train.compile:
         model.compile()
     for _ in range(SPEED_WARMUP):
@@ -175,10 +194,9 @@ def probe(run: config.Run, device: torch.device) -> dict[str, float]:
     task = make_task(run)
     model = build_model(run, task, 0, device)
     trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None)
-    figures: dict[str, float] = {
-        "cost/flops_per_token": measure.flops_per_token(model, task, trainer.batch("train", 0)),
-        "cost/params": measure.parameters(model),
-    }
+    figures: dict[str, float] = {"cost/params": measure.parameters(model)}
+    with trainer.autocast():
+        figures["cost/flops_per_token"] = measure.flops_per_token(model, task, trainer.batch("train", 0))
     trainer.advance()
     trainer.advance()
     if trainer.peak_bytes is not None:
@@ -187,7 +205,7 @@ def probe(run: config.Run, device: torch.device) -> dict[str, float]:
     return figures
 
 
-def limit_environment(job: Job) -> None:
-    """Before torch touches a device: the GPUs of this job, and no more threads than it may use."""
+def choose_gpus(job: Job) -> None:
+    """Before torch touches a device: the GPUs of this job."""
     if job.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpus))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)

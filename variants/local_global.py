@@ -33,8 +33,8 @@ class LocalGlobal(Attention):
     class Config(AttentionConfig):
         """window: keys in a window, the query's own included. num_global: leading tokens that see and are seen by all."""
 
-        window: int = tunable(128, low=1, high=256, log=True, ge=1)
-        num_global: int = tunable(0, low=0, high=4, ge=0)
+        window: int = tunable(128, low=1, high=256, log=True, ge=1, le=10**12)
+        num_global: int = tunable(0, low=0, high=4, ge=0, le=10**12)
         temperature: float = tunable(1.0, low=0.1, high=1.0, log=True, ge=1e-8)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:

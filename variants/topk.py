@@ -50,4 +50,5 @@ class TopK(Attention):
         threshold = scores.topk(self.config.keep, dim=-1).values[..., -1:]
         above, equal = scores > threshold, scores == threshold
         room = self.config.keep - above.sum(-1, keepdim=True, dtype=torch.int32)
-        return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
+        kept = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= room))
+        return kept | scores.isnan()  # what is no number compares with nothing, and must not vanish

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,8 +148,14 @@ def _run(rule: Rule, cls: type[Attention], cases: list[tuple[AttentionConfig, in
         except NotClaimedError as error:
             unclaimed = str(error)
         except Exception as error:  # whatever a variant raises is a finding about the variant
-            witness = str(error) if isinstance(error, ViolationError) else f"raised {reason(error)}"
+            witness = str(error) if isinstance(error, ViolationError) else f"raised {reason(error)}{_place(error)}"
             settings = _plain(config)
             where = f"config {settings_line(settings)}, seed {seed}, {subject.sizes}".rstrip(", ")
             return Result(name, False, True, settings, f"{witness}; {where}")
     return Result(name, True, claimed, None, "" if claimed else unclaimed)
+
+
+def _place(error: Exception) -> str:
+    """Where the variant's own code stood when it raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -31,17 +30,31 @@ class LocalExecutor:
         self._context = multiprocessing.get_context("forkserver")
         # torch._dynamo is imported by the first optimiser of a process, which costs over a second.
         self._context.set_forkserver_preload(["experiments.worker", "torch._dynamo"])
-        forkserver.ensure_running()  # loads while the driver still reads its file
+        # The server loads while the driver still reads its file. Ctrl-C reaches it too, and is the driver's business.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._failed: list[Event] = []
         self._running: dict[str, tuple[ForkServerProcess, Connection]] = {}
 
     def submit(self, job: Job) -> None:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_main, args=(job, theirs), name=f"run {job.key}", daemon=True)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # the server was killed; the next start begins a new one
+            self._failed.append(Event(type="lost", key=job.key, message=f"no worker could be started ({error})"))
+            return
+        finally:
+            theirs.close()
         self._running[job.key] = (process, ours)
 
     def poll(self, timeout: float) -> list[Event]:
+        if self._failed:
+            failed, self._failed = self._failed, []
+            return failed
         if not self._running:
             time.sleep(timeout)
             return []
@@ -54,7 +67,10 @@ class LocalExecutor:
                 while connection.poll():
                     events += connection.recv()
             except (EOFError, OSError):
-                process.join()
+                process.join(timeout=10)
+                if process.is_alive():  # it closed the pipe and lives on
+                    process.kill()
+                    process.join()
                 if not any(event["type"] == "end" and event["key"] == key for event in events):
                     events.append(Event(type="lost", key=key, message=_end_of(process.exitcode)))
             if any(event["type"] in ("end", "lost") and event["key"] == key for event in events):
@@ -108,7 +124,7 @@ def _main(job: Job, connection: Connection) -> None:
     outbox = _Outbox(connection)
     from experiments import worker
 
-    worker.limit_environment(job)
+    worker.choose_gpus(job)
     worker.run_job(job, outbox.send, stopping.is_set)
     # Not through interpreter exit, where the threads of a plugin could hold the process.
     sys.stdout.flush()
@@ -142,9 +158,9 @@ class _Outbox:
         self._connection = connection
         self._waiting: list[Event] = []
         self._sent = 0.0
-        self.send: Callable[[Event], None] = self._send
 
-    def _send(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
+        """Send an event, or keep it for a moment if it is a metric."""
         self._waiting.append(event)
         if event["type"] == "metrics" and time.monotonic() - self._sent < _SEND_EVERY:
             return

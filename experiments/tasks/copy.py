@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from experiments.seeding import derive
 from experiments.tasks import IGNORE, Batch, Split, Task, TaskConfig, generator, register_task
+
+HELD_OUT = 256  # sequences in validation, and in test
 
 
 @register_task("copy")
@@ -27,12 +30,18 @@ class Copy(Task):
         self.seq_len = 2 * config.length
 
     def batch(self, split: Split, seed: int, step: int) -> Batch:
-        # An evaluation is the same whatever the seed, and no training seed leads to it.
-        stream = (seed, step) if split == "train" else ("held out", step)
-        draw = generator(derive("copy", split, *stream))
-        prefix = torch.randint(self.config.vocab, (self.batch_size, self.config.length), generator=draw)
-        separator = torch.full((self.batch_size, 1), self.config.vocab)
+        if split == "train":
+            prefix = self._draw(derive("copy", split, seed, step), self.batch_size)
+        else:  # one held-out set, whatever the seed and the batch size
+            prefix = self._draw(derive("copy", split), HELD_OUT)[step * self.batch_size : (step + 1) * self.batch_size]
+        separator = torch.full((len(prefix), 1), self.config.vocab)
         tokens = torch.cat([prefix, separator, prefix], dim=1)
         targets = tokens[:, 1:].clone()
         targets[:, : self.config.length] = IGNORE
         return Batch(tokens[:, :-1], targets)
+
+    def eval_batches(self, split: Split) -> int:
+        return -(-HELD_OUT // self.batch_size)
+
+    def _draw(self, seed: int, count: int) -> Tensor:
+        return torch.randint(self.config.vocab, (count, self.config.length), generator=generator(seed))

@@ -138,7 +138,7 @@ def measure(corpus: str, rounds: int) -> dict[str, Any]:
         def tell(step: int, when: int, values: dict[str, float]) -> None:
             ours.send(Event(type="metrics", key="0/0", time=when, step=step, values=values))
 
-        trainer = Trainer(run, task, build_model(run, task, 0), 0, torch.device("cpu"), tell, measure_memory=False)
+        trainer = Trainer(run, task, build_model(run, task, 0), 0, torch.device("cpu"), tell, full=False)
         plain = plain_step(task.streams["train"], task.vocab_size)
         seconds: dict[str, list[float]] = {"plain": [], "project": []}
         for turn in range(rounds + 1):

@@ -156,7 +156,7 @@ def test_signals_are_the_drivers_business(executor, tmp_path):
 
 def test_gpus_are_dealt_before_torch_looks(executor, tmp_path):
     body = "raise ValueError(os.environ.get('CUDA_VISIBLE_DEVICES'))"
-    executor.submit(plugin_of(tmp_path, "looking", body, "5/0", gpus=(1, 3)))
+    executor.submit(plugin_of(tmp_path, "looking", body, "5/0", gpus=("1", "3")))
     assert "ValueError: 1,3" in poll_until(executor, ended("5/0"))[-1]["message"]
 
 

@@ -38,9 +38,9 @@ def curves(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def table(text: str) -> list[list[str]]:
-    """The rows of the final table without what depends on the clock."""
+    """The rows of the final table without the trial and what depends on the clock."""
     lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
-    drop = [index for index, heading in enumerate(lines[0]) if heading.strip() == "tokens/s"]
+    drop = [index for index, heading in enumerate(lines[0]) if heading.strip() in ("trial", "tokens/s")]
     return [[cell.strip() for index, cell in enumerate(line) if index not in drop] for line in lines]
 
 
@@ -97,7 +97,7 @@ def test_mlflow_holds_what_finished(command: Command, tiny: Path, tmp_path: Path
     assert command("run", "tiny.yaml").returncode == 0
     parent, children, client = mlflow_runs(tmp_path)
     assert parent.info.status == "FINISHED"
-    assert parent.info.run_name == "tiny"
+    assert parent.info.run_name.startswith("tiny 20")
     assert (parent.data.tags["trials_complete"], parent.data.tags["trials_failed"]) == ("3", "0")
     assert "Best val/loss" in parent.data.tags["mlflow.note.content"]
     assert {file.path for file in client.list_artifacts(parent.info.run_id)} >= {"report.md", "trials.csv", "sweep.yaml"}
@@ -300,7 +300,8 @@ seeds: [0, 1]
     assert done.returncode == 1
     assert {row[0] for row in table(done.stdout)[1:]} == {"standard", "halved"}
     line = PLUGIN.splitlines().index('            raise RuntimeError("as asked")') + 1
-    assert f"failed: error: RuntimeError: as asked (own.py:{line})" in done.stdout
+    assert f"trial 2 seed 0 (halved, crash True): failed: error: RuntimeError: as asked (own.py:{line})" in done.stdout
+    assert "log: .experiments/studies/own/logs/0002-0.log" in done.stdout
     assert "a plugin may print" not in done.stdout
     log = tmp_path / ".experiments" / "studies" / "own" / "logs" / "0002-0.log"
     assert "Traceback" in log.read_text()

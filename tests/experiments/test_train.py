@@ -31,7 +31,7 @@ def trainer_of(run, seed=0, task=None, model=None, **settings):
         recorded.append((step, values))
         times.append(when)
 
-    made = Trainer(run, task, model, seed, CPU, record, measure_memory=False, **settings)
+    made = Trainer(run, task, model, seed, CPU, record, **{"full": False, **settings})
     made.recorded, made.times = recorded, times
     return made
 
@@ -364,9 +364,21 @@ class Harm:
 def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"identity": Harm()}, tmp_path / "run.pt")
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        trainer_of(run_of(), checkpoint=tmp_path / "run.pt")
+    trainer_of(run_of(), checkpoint=tmp_path / "run.pt")  # it is put aside, and the run begins again
     assert not (tmp_path / "harm").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["run.damaged"]
+
+
+def test_a_checkpoint_that_was_cut_short_is_put_aside(tmp_path):
+    first = trainer_of(run_of(), checkpoint=tmp_path / "run.pt")
+    expected = first.fit()
+    first.save_weights()
+    whole = (tmp_path / "run.pt").read_bytes()
+    (tmp_path / "run.pt").write_bytes(whole[: len(whole) // 2])
+    again = trainer_of(run_of(), checkpoint=tmp_path / "run.pt")
+    assert again.step == 0
+    assert again.fit() == expected
+    assert (tmp_path / "run.damaged").exists()
 
 
 def test_a_checkpoint_is_written_whole(tmp_path, monkeypatch):
@@ -435,13 +447,13 @@ def test_what_is_recorded_and_when():
 def test_variants_see_the_same_batches_and_the_same_dropout():
     orders, streams = set(), set()
     for variant in ("standard", "linear", "uniform"):
-        trainer = trainer_of(run_of({"variant": variant}, **RESUMED), seed=4)
+        trainer = trainer_of(run_of({"variant": variant}, **RESUMED), seed=4, full=True)
         assert torch.initial_seed() == derive("dropout", 4)
         trainer.advance()
         streams.add(tuple(torch.get_rng_state().tolist()))
         orders.add(trainer.order)
     assert len(orders) == len(streams) == 1
-    other = trainer_of(run_of(**RESUMED), seed=5)
+    other = trainer_of(run_of(**RESUMED), seed=5, full=True)
     other.advance()
     assert other.order not in orders
 

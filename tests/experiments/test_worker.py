@@ -214,7 +214,10 @@ def test_speed_is_measured_in_turns(monkeypatch):
         return {"standard": [0.5, 0.1, 0.2], "linear": [0.4, 0.4, 9.0]}[asked[-1]][asked.count(asked[-1]) - 1]
 
     monkeypatch.setattr(worker, "_step_seconds", seconds)
-    *figures, end = events_of(Job("speed", "speed", runs))
+    *told, end = events_of(Job("speed", "speed", runs))
+    figures = [event for event in told if event["type"] == "metrics"]
+    progress = [event["tags"] for event in told if event["type"] == "info"]
+    assert progress == [{"done": str(done), "of": "6"} for done in range(6)]
     assert asked == ["standard", "linear"] * 3
     assert [event["step"] for event in figures] == [0, 1]
     tokens = 4 * 2 * 6
@@ -224,14 +227,40 @@ def test_speed_is_measured_in_turns(monkeypatch):
 
 
 def test_real_steps_take_time():
-    *figures, end = events_of(Job("speed", "speed", (run_of(), run_of({"variant": "uniform"}))))
+    *told, end = events_of(Job("speed", "speed", (run_of(), run_of({"variant": "uniform"}))))
     assert end["state"] == "finished"
+    figures = [event for event in told if event["type"] == "metrics"]
+    assert len(figures) == 2
     for event in figures:
         assert 0.1 < event["values"]["speed/step_ms"] < 1000
 
 
 def test_the_measurement_of_speed_can_be_stopped():
-    assert [event["state"] for event in events_of(Job("speed", "speed", (run_of(),)), lambda: True)] == ["stopped"]
+    assert events_of(Job("speed", "speed", (run_of(),)), lambda: True)[-1]["state"] == "stopped"
+
+
+def test_one_configuration_without_speed_takes_none_from_the_others(monkeypatch):
+    runs = tuple(run_of({"variant": variant}) for variant in ("standard", "linear"))
+
+    def seconds(run, task, device):
+        if run.attention["variant"] == "standard":
+            raise MemoryError("no room")
+        return 0.5
+
+    monkeypatch.setattr(worker, "_step_seconds", seconds)
+    told = events_of(Job("speed", "speed", runs))
+    assert [event["step"] for event in told if event["type"] == "metrics"] == [1]
+    assert told[-1]["state"] == "failed"
+    assert "no room" in told[-1]["message"]
+
+
+def test_a_full_disk_is_no_failure_of_the_run(monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker.Trainer, "fit", full)
+    end = events_of(Job("0/0", "train", (run_of(),)))[-1]
+    assert (end["state"], end["cause"]) == ("stopped", "disk")
 
 
 def test_a_probe_costs_three_steps():
@@ -244,9 +273,9 @@ def test_a_probe_costs_three_steps():
 
 def test_gpus_are_dealt_by_the_environment(monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "7")
-    worker.limit_environment(Job("a", "train", ()))
+    worker.choose_gpus(Job("a", "train", ()))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    worker.limit_environment(Job("a", "train", (), gpus=(2, 3)))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-    worker.limit_environment(Job("a", "train", (), gpus=()))
+    worker.choose_gpus(Job("a", "train", (), gpus=("2", "GPU-3")))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,GPU-3"
+    worker.choose_gpus(Job("a", "train", (), gpus=()))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
