@@ -14,7 +14,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

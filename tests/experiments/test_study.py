@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -332,6 +333,105 @@ def test_a_changed_file_is_refused_with_the_difference_and_new_keeps_the_old(
     assert begun.returncode == 0
     assert "the earlier study is kept in .experiments/studies/tiny-1" in begun.stdout
     assert (tmp_path / ".experiments/studies/tiny-1/study.db").exists()
+
+
+LEAKY = '''\
+from core import Attention, AttentionOutput, Spec, register
+from core.functional import average, masked_softmax, scaled_scores
+
+
+@register("leaky")
+class Leaky(Attention):
+    """Sees the future."""
+
+    spec = Spec(causal=True, padding=True, decode=True, convex=True)
+
+    def attend(self, q, k, v, mask, need_weights):
+        weights = masked_softmax(scaled_scores(q, k), None)
+        return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
+'''
+
+
+def test_a_variant_that_fails_the_contract_does_not_count(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    (tmp_path / "tiny.yaml").write_text(
+        TINY.replace("name: tiny", "name: tiny\nplugins: [leaky.py]").replace("linear]", "leaky]")
+    )
+    done = command("run", "tiny.yaml", "seeds=[0]")
+    assert done.returncode == 0
+    assert "leaky fails" in done.stdout
+    assert "no_future_leak" in done.stdout
+    found = table(done.stdout)
+    assert {row[0]: row[-1] for row in found[1:]} == {"uniform": "", "standard": "", "leaky": "fails the contract"}
+    best = done.stdout.split("Best of each variant:")[1].split("Not proven")[0]
+    assert "leaky" not in best
+    again = command("run", "tiny.yaml", "seeds=[0]")
+    assert "checking leaky" not in again.stdout  # once for a version of its code
+    assert table(again.stdout) == found
+
+    # Other code under finished runs would put two mechanisms into one table.
+    (tmp_path / "leaky.py").write_text(LEAKY.replace("scaled_scores(q, k)", "scaled_scores(q, k, 2.0)"))
+    changed = command("run", "tiny.yaml", "seeds=[0]")
+    assert changed.returncode == 2
+    assert "the code of variant leaky: digest was" in changed.stderr
+    assert len(changed.stderr.splitlines()) == 1
+
+
+def test_a_baseline_that_is_added_later_is_run(command: Command, tmp_path: Path) -> None:
+    without = TINY.replace("baseline: [{attention.variant: uniform}]\n", "")
+    (tmp_path / "tiny.yaml").write_text(without)
+    assert command("run", "tiny.yaml", "seeds=[0]").returncode == 0
+    (tmp_path / "tiny.yaml").write_text(without + "baseline: [{attention.variant: uniform}, {attention.variant: linear}]\n")
+    done = command("run", "tiny.yaml", "seeds=[0]")
+    assert done.returncode == 0, done.stderr
+    assert rows(tmp_path, "SELECT kind, COUNT(*) FROM trials GROUP BY kind ORDER BY kind") == [("baseline", 1), ("search", 2)]
+    assert "Difference in val/loss from uniform" in done.stdout
+
+
+def test_constraints_mark_what_does_not_count(command: Command, tiny: Path) -> None:
+    done = command("run", "tiny.yaml", "seeds=[0]", "constraints=[{metric: cost/params, max: 10}]")
+    assert done.returncode == 0
+    assert "No configuration counts" in done.stdout
+    assert all("cost/params" in row[-1] for row in table(done.stdout)[1:])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("objectives=[{metric: val/los}]", "unknown metric 'val/los'; did you mean 'val/loss'?"),
+        ("objectives=[{metric: test/loss}]", "a search must not see the test split"),
+        ("objectives=[{metric: speed/step_ms}]", "cannot lead the search"),
+        ("constraints=[{metric: memory/peak, max: 1}]", "did you mean 'memory/peak_mb'?"),
+        ("resources={cpus: 5000}", "this machine has"),
+        ("resources={gpus: 2}", "gpus"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_trains(
+    override: str, words: str, command: Command, tiny: Path, tmp_path: Path
+) -> None:
+    done = command("run", "tiny.yaml", override)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert words in line
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_study_whose_folder_is_taken_away_says_so(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(STEPPED)
+    process = start(tmp_path, "run", "tiny.yaml")
+    wait_for(process, "new study")
+    while not rows(tmp_path, "SELECT COUNT(*) FROM metrics")[0][0]:
+        time.sleep(0.05)
+    (tmp_path / ".experiments").rename(tmp_path / "away")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "study.db: was removed or replaced while this study ran" in err
+    assert "Traceback" not in err
+    shutil.rmtree(tmp_path / ".experiments", ignore_errors=True)  # a worker may have written its checkpoint
+    (tmp_path / "away").rename(tmp_path / ".experiments")
+    done = command("run", "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "going on" in done.stdout
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
