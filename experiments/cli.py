@@ -212,11 +212,12 @@ def ui(
 ) -> None:
     """The MLflow UI on 127.0.0.1."""
     from experiments import tracking
+    from experiments.ui import serve
 
     target = _target(tracking_uri, home)
     if target == tracking.default_target(home) and not (home / "mlflow.db").exists():
         raise InputError(f"{home}: holds no study yet; run a sweep first, or give --home")
-    sys.exit(tracking.serve(target, home, port, open_browser=open_ and sys.stdout.isatty()))
+    sys.exit(serve(target, home, port, open_browser=open_ and sys.stdout.isatty()))
 
 
 @app.command()

@@ -67,7 +67,7 @@ def test_another_error_names_its_place_in_one_line():
 
 def test_a_message_is_text_whatever_it_names():
     _, message = raised(OSError("cannot read \udcff"))
-    message.encode()
+    assert message.encode().startswith(b"OSError: cannot read ")
 
 
 def test_a_run_from_start_to_end(tmp_path):
