@@ -1,4 +1,7 @@
-"""The refusals of this package. Each is a ValueError, says who refuses what, and names both numbers that disagree."""
+"""The refusals of this package. Each is a ValueError, says who refuses what, and names both numbers that disagree.
+
+One is none of them: a library that is missing is an ImportError.
+"""
 
 
 class AttentionError(ValueError):
@@ -31,3 +34,7 @@ class RegistrationError(AttentionError):
 
 class PluginError(AttentionError):
     """A plugin that could not be loaded; the reason is chained."""
+
+
+class MissingExtraError(ImportError):
+    """A library that an extra of this project installs and that cannot be imported; the message holds the pip command."""

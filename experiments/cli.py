@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,19 +37,37 @@ Tracking = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 HOME = Path(".experiments")
+_stdout = 1  # the descriptor for the document of --json
 
 
 def main() -> None:
     """Run a verb; a person's mistake is one line on standard error."""
     try:
+        if "--json" in sys.argv[1:]:
+            _keep_for_json()
         app()
     except ExperimentError as error:
+        registry = sys.modules.get("core.registry")  # where it is not loaded, no plugin is
+        if registry is not None and registry.strict() and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+
+
+def _keep_for_json() -> None:
+    """From now on what a plugin prints, or a child of it, or at its exit, goes to standard error: a machine reads the other."""
+    global _stdout
+    _stdout = os.dup(1)
+    os.dup2(2, 1)
+
+
+def _print_json(document: Any) -> None:
+    with os.fdopen(os.dup(_stdout), "w", encoding="utf-8") as out:
+        print(json.dumps(document), file=out)
 
 
 def _fail(message: str, code: int) -> None:
@@ -95,7 +114,7 @@ def run(
 
         resources.devices(sweep), resources.threads(sweep)
         resolver = _resolve(sweep)
-        print(json.dumps(costs.plan_json(sweep, resolver)) if json_output else costs.plan(sweep, resolver))
+        _print_json(costs.plan_json(sweep, resolver)) if json_output else print(costs.plan(sweep, resolver))
         return
     from experiments.executors.local import LocalExecutor
 
@@ -111,7 +130,7 @@ def run(
     with terminal:
         outcome = study.Study(sweep, resolver, home, target, workers, terminal).run()
     if json_output:
-        print(json.dumps(study.as_json(outcome)))
+        _print_json(study.as_json(outcome))
     else:
         print("\n" + outcome.summary)
         print(f"study folder: {outcome.folder}")
@@ -139,7 +158,7 @@ def show(file: File, overrides: Overrides = None, plugin: Plugin = None, json_ou
     sweep = sweeps.load(file, list(overrides or []), plugin or [])
     resolver = _resolve(sweep)
     if json_output:
-        print(json.dumps(costs.as_json(sweep, resolver)))
+        _print_json(costs.as_json(sweep, resolver))
         return
     print(costs.plan(sweep, resolver))
     print(costs.costs(sweep, resolver))
@@ -152,7 +171,7 @@ def list_(plugin: Plugin = None, json_output: Json = False) -> None:
 
     _load_plugins(plugin or [])
     found = inventory.collect()
-    print(json.dumps(found) if json_output else inventory.words(found))
+    _print_json(found) if json_output else print(inventory.words(found))
 
 
 @app.command()
@@ -180,7 +199,7 @@ def check(
         wanted = [name]
         try:
             registry.get(name)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             hint = f"; did you mean check {name}.py?" if Path(f"{name}.py").is_file() else ""
             raise InputError(f"{error}{hint}") from error
     reports = []
@@ -189,7 +208,7 @@ def check(
         if not json_output:
             print(reports[-1], flush=True)
     if json_output:
-        print(json.dumps([report.as_dict() for report in reports]))
+        _print_json([report.as_dict() for report in reports])
     sys.exit(0 if all(report.ok for report in reports) else 1)
 
 

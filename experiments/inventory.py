@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import variants  # noqa: F401
@@ -43,7 +44,9 @@ def words(found: dict[str, Any]) -> str:
 
 def _entry(registry_: Any, name: str) -> dict[str, Any]:
     cls = registry_.get(name)
+    # A file that has the name of what it registers is about nothing else.
     module = inspect.getmodule(cls)
-    text = (module.__doc__ if module is not None and module.__name__.endswith(f".{name}") else None) or cls.__doc__ or ""
-    defaults = {field: info.default for field, info in cls.Config.model_fields.items()}
+    alone = Path(getattr(module, "__file__", None) or "").stem == name
+    text = (getattr(module, "__doc__", None) if alone else None) or cls.__doc__ or ""
+    defaults = cls.Config().model_dump(mode="json")
     return {"name": name, "summary": text.strip().split("\n")[0], "settings": defaults, "source": registry_.source(name)}

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 import variants  # noqa: F401  registers the house's own
 from core import registry
-from core.errors import PluginError
+from core.errors import MissingExtraError, PluginError
 from core.registry import reason
 from experiments.config import Model, Run, Train, digest
 from experiments.identity import file_digest
@@ -92,7 +92,7 @@ class Resolver:
         name = settings.pop(key, None)
         try:
             cls = registry.get(name)
-        except ValueError as error:  # a name that only an import could tell, or a broken package
+        except (ValueError, MissingExtraError) as error:  # a name that only an import could tell, or what is broken
             path = f"{section}.{key}"
             raise self.sweep.error((*origin, path) if path in assignment else ("base", section, key), str(error)) from error
         if not cls.__module__.startswith(("variants.", "experiments.tasks.")):

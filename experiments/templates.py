@@ -61,13 +61,12 @@ def write(name: str, folder: Path) -> list[Path]:
     Raises:
         InputError: a name that is malformed or taken, or a file that is there already.
     """
-    import variants  # noqa: F401
-    from core import names
-    from core.registry import SNAKE_CASE
+    import variants as house  # noqa: F401
+    from core.registry import SNAKE_CASE, variants
 
     if not SNAKE_CASE.fullmatch(name):
         raise InputError(f"new {name}: a name must be lower snake case, such as my_attention")
-    if name in names():
+    if name in variants.names() or name in variants.broken:
         raise InputError(f"new {name}: this name is taken by a variant (python -m experiments list)")
     cls = "".join(part.capitalize() for part in name.split("_"))
     files = {folder / f"{name}.py": _VARIANT, folder / f"test_{name}.py": _TEST}

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -33,7 +34,8 @@ class LocalExecutor:
         # The server loads while the driver still reads its file. Ctrl-C reaches it too, and is the driver's business.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            forkserver.ensure_running()
+            with _path_of_this_process():
+                forkserver.ensure_running()
         finally:
             signal.signal(signal.SIGINT, before)
         self._failed: list[Event] = []
@@ -41,10 +43,11 @@ class LocalExecutor:
 
     def submit(self, job: Job) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_main, args=(job, theirs), name=f"run {job.key}", daemon=True)
+        process = self._context.Process(target=_main, args=(job, theirs, _path_settings()), name=f"run {job.key}", daemon=True)
         try:
-            process.start()
-        except (OSError, EOFError) as error:  # the server was killed; the next start begins a new one
+            with _path_of_this_process():  # if the server was killed, this begins a new one
+                process.start()
+        except (OSError, EOFError) as error:
             self._failed.append(Event(type="lost", key=job.key, message=f"no worker could be started ({error})"))
             return
         finally:
@@ -112,8 +115,31 @@ def _end_of(exitcode: int | None) -> str:
     return f"the worker ended without a word (exit code {exitcode})"
 
 
-def _main(job: Job, connection: Connection) -> None:
+def _path_settings() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
+
+
+def _set_path(settings: Mapping[str, str | None]) -> None:
+    for name, value in settings.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _path_of_this_process() -> Iterator[None]:
+    """A fork server that begins inside finds what this process finds; alone it would look into the working directory first."""
+    before = _path_settings()
+    _set_path({"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "PYTHONSAFEPATH": "1"})
+    try:
+        yield
+    finally:
+        _set_path(before)
+
+
+def _main(job: Job, connection: Connection, path_settings: Mapping[str, str | None]) -> None:
     """A worker's life."""
+    _set_path(path_settings)  # what a plugin starts is no part of the server
     # Signals are the driver's business: it asks for a checkpoint through the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -177,6 +177,40 @@ class TestD3:
         assert len(done.stdout.splitlines()) == 1
         assert "a greeting" in done.stderr
 
+    def test_entries_that_are_odder_than_that(self, tmp_path):
+        modules = {
+            "good_plugin": variant_module("good"),
+            "raises_no_exception": "class Odd(BaseException): pass\nraise Odd('strange')\n",
+            "cannot_say": "class Odd(Exception):\n    def __str__(self): return self.absent\nraise Odd\n",
+            "exits_at_length": "raise SystemExit('two\\nlines')\n",
+            "moves": "import os; os.chdir('/')\n" + variant_module("moves"),
+        }
+        entries = {
+            "good": "good_plugin:Good",
+            "raises_no_exception": "raises_no_exception:Odd",
+            "cannot_say": "cannot_say:Odd",
+            "exits_at_length": "exits_at_length",
+            "bad_value": "no module: at all",
+            "uniform": "good_plugin",
+            "moves": "moves",
+        }
+        package(tmp_path, "odd-plugins", "0.3", modules, entries)
+        found, done = listed(tmp_path, script="import os; print(os.getcwd())")
+        assert {"good", "moves", "uniform", "standard"} <= set(found["names"])
+        # An entry for a name of the house neither takes it nor says that it is of another's.
+        assert found["sources"]["uniform"] == "variants.uniform"
+        assert found["broken"].pop("bad_value")[1].startswith(("AttributeError", "ValueError"))
+        assert found["broken"] == {
+            "raises_no_exception": ["odd-plugins 0.3", "Odd: strange"],
+            "cannot_say": ["odd-plugins 0.3", "Odd: (its message cannot be shown)"],
+            "exits_at_length": ["odd-plugins 0.3", "it exits on import (SystemExit two lines)"],
+            "uniform": [
+                "odd-plugins 0.3",
+                "PluginError: good_plugin registers no variant named 'uniform', which is variants.uniform.Uniform",
+            ],
+        }
+        assert done.stdout.splitlines()[1] == str(ROOT)
+
     def test_using_a_broken_one_gives_its_own_error(self, installed):
         script = """
 import traceback

@@ -12,13 +12,14 @@ from core import (
     Attention,
     AttentionConfig,
     ConfigError,
+    MissingExtraError,
     PluginError,
     RegistrationError,
     UnknownNameError,
     build,
     tunable,
 )
-from core.registry import Registry, load_plugin, unknown_name
+from core.registry import Registry, load_plugin, require, unknown_name
 from core.registry import variants as house
 from tests.core.packages import variant_module
 
@@ -247,6 +248,8 @@ class TestPluginFiles:
         file.write_text("raise KeyboardInterrupt")
         with pytest.raises(KeyboardInterrupt):
             load_plugin(file)
+        with pytest.raises(KeyboardInterrupt):  # nor is it taken for loaded the next time
+            load_plugin(file)
 
     def test_what_a_failing_file_had_registered_is_gone(self, tmp_path, clean_house):
         file = tmp_path / "half.py"
@@ -261,7 +264,7 @@ class TestPluginFiles:
         (tmp_path / "notes.txt").write_text("")
         with pytest.raises(PluginError, match=r"must be a Python file"):
             load_plugin(tmp_path / "notes.txt")
-        with pytest.raises(PluginError, match="no such file"):
+        with pytest.raises(PluginError, match="is a folder; name a Python file in it"):
             load_plugin(tmp_path)
 
     def test_two_files_of_one_name(self, tmp_path, clean_house):
@@ -292,3 +295,30 @@ def test_a_variant_with_a_search_range_of_its_own(registry):
             share: float = tunable(0.5, low=0.1, high=0.9, ge=0.0)
 
     assert registry.get("mine").Config().share == 0.5
+
+
+class TestRequire:
+    def test_a_library_that_is_there(self):
+        assert require("torch.nn", extra="any") is torch.nn
+
+    @pytest.mark.parametrize("module", ["not_installed_anywhere", "not_installed_anywhere.part"])
+    def test_one_that_is_missing(self, module):
+        with pytest.raises(MissingExtraError) as caught:
+            require(module, extra="some")
+        assert str(caught.value) == f"{module} is not installed; pip install 'attention-experiments[some]'"
+        assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("import another_that_is_missing", "ModuleNotFoundError: No module named 'another_that_is_missing'"),
+            ("raise AttributeError('torch has\\nchanged')", "AttributeError: torch has changed"),
+        ],
+    )
+    def test_one_that_is_installed_and_does_not_work(self, tmp_path, monkeypatch, text, words):
+        (tmp_path / "a_library_that_fails.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(MissingExtraError) as caught:
+            require("a_library_that_fails", extra="some")
+        assert str(caught.value).startswith(f"a_library_that_fails cannot be imported ({words}); pip install ")
+        assert "\n" not in str(caught.value)

@@ -186,6 +186,18 @@ def alive(process):
         return False
 
 
+def test_the_path_of_the_server_is_no_setting_of_driver_or_worker(executor, tmp_path, monkeypatch):
+    """It is begun with that of this process; what a driver or a plugin starts has the person's."""
+    monkeypatch.setenv("PYTHONPATH", "a_folder")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    log = tmp_path / "log"
+    body = 'raise RuntimeError(f\'{os.environ.get("PYTHONPATH")} {os.environ.get("PYTHONSAFEPATH")}\')'
+    executor.submit(plugin_of(tmp_path, "telling", body, "7/0", log=str(log)))
+    events = poll_until(executor, ended("7/0"))
+    assert "RuntimeError: a_folder None" in events[-1]["message"]
+    assert (os.environ["PYTHONPATH"], os.environ.get("PYTHONSAFEPATH")) == ("a_folder", None)
+
+
 DRIVER = """
 import sys
 from experiments.config import Job
