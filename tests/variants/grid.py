@@ -64,14 +64,18 @@ def cases(pairs=True, cross=True):
             yield L, S, causal, key_kind, pair_kind, (4, 2, 1)[index % 3]
 
 
-def check_against_oracle(variant, config, weigh, *, pairs=True, cross=True, temperature=None):
-    """Both paths of the variant, in every layout, equal the loops over floats."""
-    attention = build(variant, num_heads=H, head_dim=D, **config).double()
+def check_against_oracle(variant, config, weigh, *, pairs=True, cross=True, dv=DV, slots=None, attention=None):
+    """Both paths of the variant, in every layout, equal the loops over floats.
+
+    attention: the module, where its parameters are part of what the oracle knows.
+    """
+    if attention is None:
+        attention = build(variant, num_heads=H, head_dim=D, **config).double()
     for number, (L, S, causal, key_kind, pair_kind, kv_heads) in enumerate(cases(pairs, cross)):
         generator = torch.Generator().manual_seed(number)
         q, k, v = (
             torch.randn(*shape, generator=generator, dtype=torch.float64)
-            for shape in ((B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, DV))
+            for shape in ((B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, dv))
         )
         keys, pair_mask = keys_of(key_kind, S), pairs_of(pair_kind, L, S, generator)
         mask = Mask(causal=causal, keys=keys, pairs=pair_mask)
@@ -81,6 +85,7 @@ def check_against_oracle(variant, config, weigh, *, pairs=True, cross=True, temp
             causal=causal,
             keys=None if keys is None else keys.tolist(),
             pairs=None if pair_mask is None else pair_mask.tolist(),
+            slots=slots,
         )
         out, weights = torch.tensor(out, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
         where = f"{variant} {config} L={L} S={S} causal={causal} keys={key_kind} pairs={pair_kind} Hkv={kv_heads}"
@@ -98,14 +103,14 @@ def check_against_oracle(variant, config, weigh, *, pairs=True, cross=True, temp
                 )
 
 
-def check_gradients(variant, config, *, pairs=True, cross=True):
+def check_gradients(variant, config, *, pairs=True, cross=True, dv=2):
     """Both paths' gradients equal central differences, with a row that sees nothing and a padded key among the rest."""
     attention = build(variant, num_heads=2, head_dim=3, **config).double()
     L, S = (3, 4) if cross else (4, 4)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 2, L, 3), (2, 1, S, 3), (2, 1, S, 2))
+        for shape in ((2, 2, L, 3), (2, 1, S, 3), (2, 1, S, dv))
     )
     keys = torch.ones(2, S, dtype=torch.bool)
     keys[0, -1] = False

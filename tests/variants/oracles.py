@@ -17,6 +17,7 @@ class Place:
     L: int
     S: int
     causal: bool
+    h: int
     position: int = field(init=False)
 
     def __post_init__(self):
@@ -39,8 +40,11 @@ def can_see(b, h, place, j, keys, pairs):
     return row
 
 
-def attend(weigh, q, k, v, *, causal=False, keys=None, pairs=None):
-    """(out [B][H][L][Dv], weights [B][H][L][S]); 0 in rows without a visible key."""
+def attend(weigh, q, k, v, *, causal=False, keys=None, pairs=None, slots=None):
+    """(out [B][H][L][Dv], weights [B][H][L][S]); 0 in rows without a visible key.
+
+    slots: keys and values ([H][N][D], [H][N][Dv]) that every query sees beside the sequence, and that weights leave out.
+    """
     H, S = len(q[0]), len(k[0][0])
     out, weights = [], []
     for b in range(len(q)):
@@ -52,12 +56,16 @@ def attend(weigh, q, k, v, *, causal=False, keys=None, pairs=None):
             out[b].append([])
             weights[b].append([])
             for i, query in enumerate(q[b][h]):
-                place = Place(i, len(q[b][h]), S, causal)
+                place = Place(i, len(q[b][h]), S, causal, h)
                 visible = {j: head_keys[j] for j in range(S) if can_see(b, h, place, j, keys, pairs)}
+                values = dict(enumerate(head_values))
+                if visible and slots is not None:
+                    for n, (slot_key, slot_value) in enumerate(zip(slots[0][h], slots[1][h], strict=True)):
+                        visible["slot", n], values["slot", n] = slot_key, slot_value
                 row = weigh(query, visible, place) if visible else {}
                 mean = [0.0] * len(head_values[0])
                 for j, weight in row.items():
-                    for channel, value in enumerate(head_values[j]):
+                    for channel, value in enumerate(values[j]):
                         mean[channel] += weight * value
                 out[b][h].append(mean)
                 weights[b][h].append([row.get(j, 0.0) for j in range(S)])
@@ -111,6 +119,66 @@ def local_global(window, num_global=0, value=1.0):
             if near or j < num_global or place.position < num_global:
                 reached[j] = key
         return softmax(scaled(query, reached, value)) if reached else {}
+
+    return weigh
+
+
+def top_p(mass, value=1.0):
+    def weigh(query, keys, place):
+        scores = scaled(query, keys, value)
+        if mass == 1.0:
+            return softmax(scores)
+        shares = softmax(scores)
+        kept, reached = {}, 0.0
+        for j in sorted(shares, key=lambda j: (-shares[j], j)):
+            if reached >= mass - 1e-6:
+                break
+            kept[j] = scores[j]
+            reached += shares[j]
+        return softmax(kept)
+
+    return weigh
+
+
+def additive(query_weight, key_weight, score_weight):
+    """Parameters as lists: [H][D][hidden], [H][D][hidden], [H][hidden]."""
+
+    def project(vector, matrix):
+        return [sum(vector[d] * matrix[d][n] for d in range(len(vector))) for n in range(len(matrix[0]))]
+
+    def weigh(query, keys, place):
+        h = place.h
+        ahead = project(query, query_weight[h])
+        scores = {}
+        for j, key in keys.items():
+            hidden = [math.tanh(a + b) for a, b in zip(ahead, project(key, key_weight[h]), strict=True)]
+            scores[j] = dot(hidden, score_weight[h])
+        return softmax(scores)
+
+    return weigh
+
+
+def entmax(alpha):
+    """alpha: one number, or one a head. The threshold is found by halving an interval of it 200 times."""
+
+    def weigh(query, keys, place):
+        power = alpha[place.h] if isinstance(alpha, list) else alpha
+        scores = scaled(query, keys, 1.0)
+        if power == 1.0:
+            return softmax(scores)
+        lifted = {j: (power - 1.0) * score for j, score in scores.items()}
+
+        def weights(threshold):
+            return {j: max(each - threshold, 0.0) ** (1.0 / (power - 1.0)) for j, each in lifted.items()}
+
+        low, high = max(lifted.values()) - 1.0, max(lifted.values())
+        for _ in range(200):
+            middle = (low + high) / 2.0
+            if sum(weights(middle).values()) >= 1.0:
+                low = middle
+            else:
+                high = middle
+        return weights(low)
 
     return weigh
 

@@ -10,6 +10,8 @@ from torch.testing import assert_close
 
 from core import ConfigError, Mask, MaskError, MultiHeadAttention, build, mask_from_multihead
 from core.functional import masked_softmax, scaled_scores
+from tests.variants.grid import layouts
+from variants.additive import FEATURES
 
 # With all scores equal, each of these is the mean of the visible values.
 MEANS = [
@@ -23,10 +25,32 @@ MEANS = [
     ("linear", {"feature_map": "elu"}),
     ("linear", {"feature_map": "relu"}),
     ("linear", {"feature_map": "taylor"}),
+    ("additive", {"hidden_dim": 8}),
+    ("top_p", {"mass": 1.0}),
+    ("entmax", {"alpha": 1.0}),
+    ("entmax", {"alpha": 1.5}),
+    ("entmax", {"alpha": 1.7, "learn": "per_head"}),
+    ("memory", {"num_slots": 0}),
     ("uniform", {}),
 ]
-SOFTMAX = [each for each in MEANS if each[0] not in ("linear", "uniform") and each[1].get("temperature") != 0.5]
+# With D = 2 these are softmax(q k^T / sqrt(2)) v.
+SOFTMAX = [
+    each
+    for each in MEANS
+    if each[0] not in ("linear", "uniform", "additive") and each[1].get("temperature") != 0.5 and each[1].get("alpha", 1.0) == 1.0
+]
+# What a mechanism does beside averaging: where a case is not about the mean.
+ALL = [
+    *MEANS,
+    ("topk", {"keep": 2}),
+    ("local_global", {"window": 2}),
+    ("local_global", {"window": 3, "num_global": 1}),
+    ("top_p", {"mass": 0.5}),
+    ("entmax", {"alpha": 2.0}),
+    ("memory", {}),
+]
 each_mean = pytest.mark.parametrize(("variant", "config"), MEANS)
+each_variant = pytest.mark.parametrize(("variant", "config"), ALL)
 each_softmax = pytest.mark.parametrize(("variant", "config"), SOFTMAX)
 each_path = pytest.mark.parametrize("plain", [False, True])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -43,11 +67,17 @@ def bools(rows):
 
 
 def averaged(variant, config, values, mask, plain, queries=None, dtype=torch.float64):
-    """The output for all scores equal, as a list."""
+    """The output for all scores equal, as a list; the same for contiguous inputs and for views."""
     v = heads(values, dtype)
-    q, k = (torch.zeros(1, 1, n, 2, dtype=dtype) for n in (queries or len(values), len(values)))
-    attention = build(variant, num_heads=1, head_dim=2, **config)
-    return attention(q, k, v, mask, need_weights=plain).out.flatten().tolist()
+    q, k = (torch.zeros(1, 1, n, 1, dtype=dtype) for n in (queries or len(values), len(values)))
+    attention = build(variant, num_heads=1, head_dim=1, **config)
+    found = [
+        attention(q_, k_, v_, mask, need_weights=plain).out.flatten()
+        for (_, q_), (_, k_), (_, v_) in zip(layouts(q), layouts(k), layouts(v), strict=True)
+    ]
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+    return found[0].tolist()
 
 
 def claims(variant, claim):
@@ -67,8 +97,12 @@ class TestA1:
     @each_softmax
     @each_path
     def test_values_and_gradient(self, variant, config, plain):
-        q, k, v = (heads(rows).requires_grad_() for rows in (self.Q, self.Q, self.V))
         attention = build(variant, num_heads=1, head_dim=2, **config)
+        for number in range(3):
+            q, k, v = (list(layouts(heads(rows)))[number][1].requires_grad_() for rows in (self.Q, self.Q, self.V))
+            self.check(attention, q, k, v, plain)
+
+    def check(self, attention, q, k, v, plain):
         out, weights = attention(q, k, v, Mask(pairs=bools(self.ROWS)), need_weights=plain)
         # The values are given with seven digits.
         assert_close(out[0, 0], torch.tensor([[1, 2], [2.3395231, 3.3395231], [0, 0]]).double(), rtol=0.0, atol=1e-6)
@@ -80,7 +114,7 @@ class TestA1:
         assert_close(q.grad[0, 0], expected, rtol=0.0, atol=1e-6)
         assert all(x.grad.isfinite().all() for x in (k, v, *attention.parameters()))
 
-    @each_mean
+    @each_variant
     @each_path
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_query_without_a_key_is_zero_for_every_variant(self, variant, config, plain, dtype):
@@ -98,7 +132,8 @@ class TestA1:
             assert empty.any()
             out, weights = attention(q, k, v, mask, need_weights=plain)
             assert (out[empty] == 0).all()
-            assert (out[~empty] != 0).any(-1).all()
+            if not claims(variant, "positional"):  # a window may hide what the mask shows
+                assert (out[~empty] != 0).any(-1).all()
             if plain:
                 assert (weights[~visible] == 0).all()
             gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v), allow_unused=True)
@@ -341,6 +376,14 @@ class TestA13:
         # 16 MiB each for q and for the states of the chunks, where one state a step is 1,073,741,824 bytes.
         assert largest.nbytes <= 2 * x.nbytes
 
+    def test_additive_holds_no_features_of_all_pairs(self):
+        x = torch.zeros(8, 8, 1024, 64)
+        attention = build("additive", num_heads=8, head_dim=64, hidden_dim=64)
+        with Largest() as largest, torch.no_grad():
+            attention(x[:, :, :24], x, x)  # what is alive does not depend on the number of queries
+        # 16 MiB for the features of a chunk, or q itself, where those of all pairs are 17,179,869,184 bytes.
+        assert largest.nbytes <= max(x.nbytes, 4 * FEATURES)
+
     def test_chunks_of_queries_bound_the_scores(self):
         q = torch.zeros(1, 1, 4096, 8)
         attention = build("standard", num_heads=1, head_dim=8, chunk_size=128, backend="math")
@@ -353,8 +396,8 @@ class TestA14:
     @each_mean
     @each_path
     def test_query_heads_share_neighbouring_key_value_heads(self, variant, config, plain):
-        attention = build(variant, num_heads=4, head_dim=2, **config)
-        q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 2, 1, 2)
+        attention = build(variant, num_heads=4, head_dim=1, **config)
+        q, k = torch.zeros(1, 4, 1, 1), torch.zeros(1, 2, 1, 1)
         v = torch.tensor([10.0, 20.0]).reshape(1, 2, 1, 1)
         assert attention(q, k, v, need_weights=plain).out.flatten().tolist() == [10.0, 10.0, 20.0, 20.0]
 
@@ -366,24 +409,25 @@ class TestA14:
 
 
 class TestA15:
-    @each_mean
+    @each_variant
     @each_path
     @pytest.mark.parametrize("batch", [0, 1, 2])
     def test_every_length_and_layout(self, variant, config, plain, batch):
         attention = build(variant, num_heads=2, head_dim=4, **config).double()
         reference = build("standard", num_heads=2, head_dim=4, backend="math")
-        dense = variant in ("standard", "topk", "local_global") or config == {"learn": "per_head"}
+        dense = (variant, config) in SOFTMAX
+        dim = 4 if variant == "memory" else 3
         for L in (0, 1, 2, 7, 33):
             for S in (0, 1, 2, 7, 33):
                 torch.manual_seed(L * 100 + S)
-                q, k, v = torch.randn(batch, 2, L, 4), torch.randn(batch, 2, S, 4), torch.randn(batch, 2, S, 3)
+                q, k, v = torch.randn(batch, 2, L, 4), torch.randn(batch, 2, S, 4), torch.randn(batch, 2, S, dim)
                 q, k, v = (x.double() for x in (q, k, v))
                 for causal in (False, True):
                     if L != S and not causal and not claims(variant, "cross"):
                         continue
                     for mask in self.masks(causal, batch, L, S, claims(variant, "pairs")):
                         out, weights = attention(q, k, v, mask, need_weights=plain)
-                        assert out.shape == (batch, 2, L, 3)
+                        assert out.shape == (batch, 2, L, dim)
                         assert out.dtype == q.dtype
                         assert weights is None if not plain else weights.shape == (batch, 2, L, S)
                         assert S or (out == 0).all()
@@ -400,7 +444,7 @@ class TestA15:
             yield Mask(causal, pairs=wide[1 : 1 + S, : 2 * L : 2].t())
             yield Mask(causal, pairs=wide[:S, :L].t().expand(batch, 2, L, S))
 
-    @each_mean
+    @each_variant
     @each_path
     @pytest.mark.parametrize("length", [1, 2, 7, 33])
     def test_views_equal_their_copies(self, variant, config, plain, length):
@@ -415,7 +459,7 @@ class TestA15:
                 copied = attention(*(x.contiguous() for x in inputs), mask, need_weights=plain).out
                 assert_close(given, copied, rtol=1e-12, atol=1e-12)
 
-    @each_mean
+    @each_variant
     @each_path
     @pytest.mark.parametrize(("L", "S"), [(0, 3), (3, 0), (0, 0)])
     def test_empty_ones_have_gradients(self, variant, config, plain, L, S):
@@ -447,7 +491,7 @@ class TestA16:
             assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
             assert gradients[2][0, 0, 1].tolist() == [0.0, 0.0]
 
-    @each_mean
+    @each_variant
     @each_path
     def test_finite_values_that_only_some_may_see(self, variant, config, plain):
         torch.manual_seed(0)
@@ -459,7 +503,7 @@ class TestA16:
 
 
 class TestA17:
-    @each_mean
+    @each_variant
     def test_checkpointing_with_dropout(self, variant, config):
         results = []
         for checkpoint in (False, True):
@@ -474,7 +518,7 @@ class TestA17:
 
 
 class TestA18:
-    @each_mean
+    @each_variant
     @each_path
     def test_copies_after_a_forward(self, variant, config, plain):
         attention = build(variant, num_heads=1, head_dim=2, **config).train()
@@ -484,7 +528,7 @@ class TestA18:
         for twin in twins:
             assert torch.equal(twin(q, q, q, Mask(causal=True), need_weights=plain).out, out)
 
-    @each_mean
+    @each_variant
     def test_a_module_keeps_nothing_of_a_forward(self, variant, config):
         attention = build(variant, num_heads=1, head_dim=2, **config)
         q = torch.randn(1, 1, 3, 2, requires_grad=True)

@@ -1,0 +1,61 @@
+"""Each score is a small network of query and key: a learned vector on the tanh of their projected sum.
+
+    out = softmax(e) v,    e_ij = w . tanh(W_q q_i + W_k k_j),    W_q, W_k (D, hidden_dim) and w (hidden_dim) learned by each head
+
+Paper   Bahdanau et al. 2014, arXiv:1409.0473. Differs: several heads, on projected queries and keys.
+Time    O(L S hidden_dim)      Memory  O(L); at most FEATURES sums under the tanh at a time (or those of one query), computed
+        again in backward
+Masks   all.          Never equals `standard`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
+from core.functional import accumulate_dtype, average, chunks, masked_softmax
+
+FEATURES = 2**22  # 16 MiB in float32
+
+
+@register("additive")
+class Additive(Attention):
+    """softmax(w . tanh(W_q q + W_k k)) v."""
+
+    spec = Spec(causal=True, padding=True, pairs=True, cross=True, decode=True, convex=True, time=2, memory=1)
+
+    class Config(AttentionConfig):
+        """hidden_dim: width of the network that scores a pair."""
+
+        hidden_dim: int = tunable(32, low=8, high=64, log=True, ge=1)
+
+    def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
+        super().__init__(num_heads, head_dim, config)
+        self.query = nn.Parameter(torch.randn(num_heads, head_dim, config.hidden_dim) / math.sqrt(head_dim))
+        self.key = nn.Parameter(torch.randn(num_heads, head_dim, config.hidden_dim) / math.sqrt(head_dim))
+        self.score = nn.Parameter(torch.randn(num_heads, config.hidden_dim, 1) / math.sqrt(config.hidden_dim))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        self.backend_used = "math"
+        (B, H, L, _), S, dtype = q.shape, k.shape[-2], accumulate_dtype(q.dtype)
+        queries, keys = q.to(dtype) @ self.query.to(dtype), k.to(dtype) @ self.key.to(dtype)
+        rows = max(FEATURES // (B * H * S * self.config.hidden_dim), 1)
+        outs, weights = [], []
+        for start, stop in chunks(L, rows):
+            visible = mask.visible(L, S, q.device, (start, stop))
+            # The features of a chunk are many times its weights, so backward computes them again.
+            inputs = queries[:, :, start:stop], keys, visible
+            part = checkpoint(self._weigh, *inputs, use_reentrant=False, preserve_rng_state=False)
+            outs.append(average(part, v))
+            weights.append(part)
+        return AttentionOutput(torch.cat(outs, 2), torch.cat(weights, 2).to(q.dtype) if need_weights else None)
+
+    def _weigh(self, queries: Tensor, keys: Tensor, visible: Tensor | None) -> Tensor:
+        features = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).tanh()  # (B, H, rows, S, hidden_dim)
+        scores = (features @ self.score.to(features.dtype).unsqueeze(1)).squeeze(-1)
+        return masked_softmax(scores, visible)
