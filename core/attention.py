@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -68,6 +69,16 @@ class Attention(nn.Module):
     name: ClassVar[str] = ""
     spec: ClassVar[Spec] = Spec()
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # torch.compile keeps 8 compilations of one code object and then refuses (or, without fullgraph, runs eagerly without
+        # a word): with a copy of its own, no mechanism uses up what another needs.
+        if "forward" not in vars(cls):
+            whole = cls.forward
+            cls.forward = types.FunctionType(  # type: ignore[method-assign]
+                whole.__code__.replace(), whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__
+            )
 
     def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
         super().__init__()
@@ -178,11 +189,12 @@ class Attention(nn.Module):
             (mask.causal, spec.causal, "a causal mask"),
             (mask.keys is not None, spec.padding, "a padding mask (keys)"),
             (mask.pairs is not None, spec.pairs, "a pair mask (pairs)"),
-            (L != S and not mask.causal, spec.cross, f"cross-attention (L {L}, S {S})"),
-            (L != S and mask.causal, spec.decode, f"causal attention with L {L} and S {S}"),
+            (L != S and not mask.causal, spec.cross, "cross-attention"),
+            (L != S and mask.causal, spec.decode, "causal attention with L != S"),
         ):
+            # Sizes go into a message only once it is needed: a compiler that sees them in a text compiles every length anew.
             if given and not claimed:
-                raise MaskError(f"{self.name}: cannot honour {what} (its Spec does not claim it)")
+                raise MaskError(f"{self.name}: cannot honour {what} (L {L}, S {S}): its Spec does not claim it")
 
 
 def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -67,4 +67,6 @@ def window_visible(L: int, S: int, window: int, causal: bool, device: torch.devi
 
 def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of consecutive chunks that cover 0..length; the last may be short."""
+    if 0 < length <= size:  # said apart, so that a compiler need not fix the length
+        return iter([(0, length)])
     return ((start, min(start + size, length)) for start in range(0, length, size))

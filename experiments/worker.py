@@ -75,6 +75,8 @@ def name_cause(error: BaseException) -> tuple[str, str]:
         return "oom", line
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk", line
+    if type(error).__module__.startswith("torch._dynamo"):
+        line = f"train.compile: this model does not compile whole: {line.partition(' Explanation:')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return "error", line + place
@@ -85,6 +87,13 @@ def make_task(run: config.Run) -> Task:
     cls = tasks.get(run.task["name"])
     settings = {key: value for key, value in run.task.items() if key != "name"}
     return cls(make_config(cls, settings), run.train.batch_size)
+
+
+def compile_whole(run: config.Run, model: torch.nn.Module) -> None:
+    """torch.compile, where the run asks for it: all of the model or an error, never a part of it without a word."""
+    if run.train.compile:
+        torch.compiler.reset()  # the speed pass compiles many models in one process, and torch keeps 8 of one code
+        model.compile(fullgraph=True)
 
 
 def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, float]:
@@ -99,8 +108,7 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
     trainer = Trainer(run, task, model, job.seed, device, record, checkpoint, stop)
     with trainer.autocast():
         operations = measure.flops_per_token(model, task, trainer.batch("train", 0))
-    if run.train.compile:
-        model.compile()
+    compile_whole(run, model)
     figures = trainer.fit()
     figures |= trainer.evaluate("test")
     tags = _tags(job, task, trainer, model)  # before the weights are asked for, which takes the plain path
@@ -127,6 +135,7 @@ def _tags(job: Job, task: Task, trainer: Trainer, model: torch.nn.Module) -> dic
         "device": f"{trainer.device.type}: {name}",
         "threads": str(job.threads),
         "backend": ", ".join(backends) or "unknown",
+        "compiled": "the whole model" if trainer.train.compile else "no",
         "torch": torch.__version__,
         "data_digest": str(task.describe().get("digest", "generated")),
         "data_order_digest": trainer.order,
@@ -182,8 +191,7 @@ def _task_key(run: config.Run) -> str:
 def _step_seconds(run: config.Run, task: Task, device: torch.device) -> float:
     model = build_model(run, task, 0, device)
     trainer = Trainer(run, task, model, 0, device, lambda step, when, values: None, full=False)
-    if run.train.compile:
-        model.compile()
+    compile_whole(run, model)
     for _ in range(SPEED_WARMUP):
         trainer.advance()
     return statistics.median(measure.seconds(device, trainer.advance) for _ in range(SPEED_STEPS))
