@@ -46,7 +46,7 @@ def learning_rate(train: config.Train, step: int) -> float:
     return train.min_lr + (train.lr - train.min_lr) * left
 
 
-def make_optimizer(model: nn.Module, train: config.Train) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, train: config.Train, fused: bool = True) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only."""
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
@@ -54,7 +54,7 @@ def make_optimizer(model: nn.Module, train: config.Train) -> torch.optim.AdamW:
         (matrices if sum(size > 1 for size in parameter.shape) >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=train.lr, betas=(train.beta1, train.beta2), fused=True
+        [group for group in groups if group["params"]], lr=train.lr, betas=(train.beta1, train.beta2), fused=fused
     )
 
 

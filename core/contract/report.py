@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from core.contract.measure import Measured
+
 
 @dataclass(frozen=True)
 class Result:
@@ -16,6 +18,7 @@ class Result:
         claimed: False where the Spec claims nothing that the rule is about.
         config: the settings it failed at; None otherwise.
         witness: the smallest evidence of a failure, or why nothing is claimed; "" for a pass.
+        measured: what the rule measured on its way.
     """
 
     rule: str
@@ -23,6 +26,7 @@ class Result:
     claimed: bool = True
     config: dict[str, Any] | None = None
     witness: str = ""
+    measured: tuple[Measured, ...] = ()
 
     @property
     def status(self) -> str:
@@ -58,11 +62,17 @@ class Report:
         """The results that are failures."""
         return [result for result in self.results if not result.passed]
 
+    @property
+    def measured(self) -> list[Measured]:
+        """What was measured, at the default settings."""
+        return [one for result in self.results for one in result.measured]
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
             "variant": self.variant, "ok": self.ok, "configs": self.configs, "seeds": self.seeds,
             "results": [result.as_dict() for result in self.results],
+            "measured": [vars(one) for one in self.measured],
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -75,6 +85,11 @@ class Report:
         width = max((len(result.rule) for result in self.results), default=0)
         for result in self.results:
             lines.append(f"  {result.status:<11}  {result.rule:<{width}}  {result.witness}".rstrip())
+        lines += [f"measured at {settings_line(self.configs[0])}:"] if self.measured else []
+        widths = [max((len(getattr(one, field)) for one in self.measured), default=0) for field in ("what", "found")]
+        for one in self.measured:
+            claimed = f"claimed {one.claimed}" if one.claimed else ""
+            lines.append(f"  {one.what:<{widths[0]}}  {one.found:<{widths[1]}}  {claimed}".rstrip())
         return "\n".join(lines)
 
 

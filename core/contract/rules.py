@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from core.contract import rules_inputs, rules_masks, rules_numbers, rules_state, rules_values
+from core.contract import rules_devices, rules_inputs, rules_masks, rules_measured, rules_numbers, rules_state, rules_values
 from core.contract.subject import Subject
 
 Rule = Callable[[Subject], None]
 
 RULES: tuple[Rule, ...] = (
-    # inputs: shapes, memory, device, refusals
+    # inputs: shapes, memory, refusals, device
     rules_inputs.shapes_and_dtypes,
     rules_inputs.heads_are_interleaved,
     rules_inputs.unclaimed_is_refused,
     rules_inputs.bad_input_is_refused,
     rules_inputs.inputs_unchanged,
     rules_inputs.memory_layout,
-    rules_inputs.follows_device,
+    rules_devices.follows_device,
     # masks: what is hidden has no influence, what is visible has
     rules_masks.single_key_returns_value,
     rules_masks.no_future_leak,
@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     rules_masks.padding_equals_removal,
     rules_masks.pairs_hide,
     rules_masks.empty_row_is_zero,
+    rules_measured.window_is_exact,
     # values: what the result is, and that every path gives the same
     rules_values.batch_independence,
     rules_values.weights_match_output,
@@ -45,4 +46,6 @@ RULES: tuple[Rule, ...] = (
     rules_state.evaluation_is_deterministic,
     rules_state.module_copies,
     rules_state.decode_equals_forward,
+    # costs: what is claimed against what is measured
+    rules_measured.costs_as_claimed,
 )

@@ -1,16 +1,13 @@
-"""Rules on inputs: shapes, dtypes, memory layout, device, and what must be refused."""
+"""Rules on inputs: shapes, dtypes, memory layout, and what must be refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from core.contract.subject import NotClaimedError, Subject, ViolationError, demand, gradients, leaves, near
+from core.contract.subject import NotClaimedError, Subject, demand, gradients, leaves, near
 from core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -195,62 +192,3 @@ def memory_layout(subject: Subject) -> None:
                 near(got.out, want.out, f"{name}: out of {how.__name__} inputs")
                 if got.weights is not None and want.weights is not None:
                     near(got.weights, want.weights, f"{name}: weights of {how.__name__} inputs")
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses an operation that mixes devices. `meta` itself lets some through, such as a matrix product."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Numbers live anywhere, copies are what changes devices, and an index may be on the CPU.
-        if func.overloadpacket not in (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.index):
-            for one in tree_leaves((args, kwargs)):
-                if isinstance(one, Tensor) and one.dim() > 0 and one.device.type != self.device:
-                    raise ViolationError(f"{func} gets a tensor on {one.device} where the inputs are on {self.device}")
-        return func(*args, **(kwargs or {}))
-
-
-def follows_device(subject: Subject) -> None:
-    """Every tensor is on the device of the inputs, forward and backward: on `meta`, and on CUDA where there is one."""
-    ran = torch.cuda.is_available()
-    if ran:
-        _on_device(subject, "cuda")
-    try:
-        _on_device(subject, "meta")
-        ran = True
-    except (RuntimeError, NotImplementedError) as error:
-        # A mechanism that must read data (`.item()`) cannot run where there is none; that alone is no fault.
-        if "item()" not in str(error) and "no data" not in str(error):
-            raise
-    if not ran:
-        raise NotClaimedError("it reads values in its forward, and there is no CUDA device to run it on")
-
-
-def _on_device(subject: Subject, device: str) -> None:
-    module, there = subject.module(), subject.module().to(device)
-    spec, dim = subject.spec, subject.value_dim
-    inputs = subject.qkv(Dv=dim)
-    for name, mask in subject.masks(3, 4, 7, 7):
-        keys, pairs = (None if part is None else part.to(device) for part in (mask.keys, mask.pairs))
-        for need_weights in (False, True):
-            q, k, v = leaves(*(x.to(device) for x in inputs))
-            with OneDevice(device):
-                result = there(q, k, v, Mask(mask.causal, keys, pairs), need_weights)
-                for what, got in zip(("out", "weights"), result, strict=True):
-                    if got is not None:
-                        demand(got.device.type == device, f"{name}: {what} is on {got.device}, the inputs on {device}")
-                result.out.sum().backward()
-            if device != "meta":
-                near(
-                    result.out.cpu(),
-                    module(*inputs, mask, need_weights).out,
-                    f"{name}: out on {device} against the CPU",
-                )
-    if spec.decode and spec.causal:
-        q, k, v = (x[:, :, :3].to(device) for x in inputs)
-        with OneDevice(device):
-            state = there.step(q, k, v, None)[1]
-            demand(there.step(q, k, v, state)[0].device.type == device, f"step leaves the device {device}")

@@ -256,7 +256,7 @@ def pairs_hide(subject: Subject) -> None:
             visible = visibility(mask, B, H, L, L)
             # A positional mechanism reads `causal` for its own pattern too, so it stays; the rest is written out.
             written = Mask(causal and spec.positional, None, visible)
-            for low in (False, True):
+            for low in (False, True) if shape in ((L, L), (B, H, L, L)) else (False,):
                 q, k, v = subject.qkv(B, H, L=L)
                 if low:
                     q, k, name = q.abs() * EXTREME, -k.abs() * EXTREME, f"{name}, very low scores"
@@ -264,7 +264,7 @@ def pairs_hide(subject: Subject) -> None:
                     q, k, v = leaves(q, k, v)
                     out, weights = module(q, k, v, mask, need_weights)
                     near(out, module(q, k, v, written, need_weights).out, f"{name}: against the combination written out")
-                    for j in range(L):
+                    for j in range(L) if shape == (B, H, L, L) else (1, L - 1):
                         _hidden_key(subject, module, name, (q, k, v), mask, visible, j, out, need_weights)
                     if weights is not None:
                         hidden = weights.masked_fill(visible, 0.0)

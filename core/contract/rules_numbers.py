@@ -81,18 +81,19 @@ def half_precision_no_overflow(subject: Subject) -> None:
                             f"{name}: float16 inputs of up to 3e4 give weights not finite",
                         )
                     if subject.spec.convex:
-                        most = float(out.abs().max())
+                        most = float(out.detach().abs().max())
                         demand(most <= HALF_LARGEST * 1.01, f"{name}: out {most:.3g} is larger than every value")
 
 
 def low_precision_is_close(subject: Subject) -> None:
     """float32, float16 and bfloat16 give the float64 result of the same inputs within a few roundings of the dtype."""
     for dtype, roundings in ((torch.float32, 400), (torch.float16, 6), (torch.bfloat16, 6)):
-        module = subject.module(H=2, dtype=dtype)
+        module = subject.module(H=1, dtype=dtype)
         exact = copy.deepcopy(module).double()
         for L, flat in ((7, 1.0), (600, 0.2)):
-            for mask in (Mask(), Mask(causal=True)) if subject.spec.causal else (Mask(),):
-                q, k, v = subject.qkv(B=1, H=2, L=L)
+            for causal in {False, subject.spec.causal} if L == 7 else {subject.spec.causal}:
+                mask = Mask(causal)
+                q, k, v = subject.qkv(B=1, H=1, L=L)
                 # Scores of order 1, so that no rounding of q and k is magnified; over many keys even weights and values of
                 # one sign, so that a sum kept in half precision stops growing.
                 q, v = q * subject.temperature * flat, v if flat == 1.0 else 1 + v / 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,10 @@ from core.contract.subject import (
     reference,
     visibility,
 )
+from core.errors import ConfigError
 from core.mask import Mask
+
+LEARNED = 1e-5  # a learned temperature starts at a value rounded to float32
 
 
 def batch_independence(subject: Subject) -> None:
@@ -52,7 +57,7 @@ def weights_match_output(subject: Subject) -> None:
         q, k, v = leaves(*subject.qkv(B, H, L=L))
         out, weights = module(q, k, v, mask, True)
         demand(weights is not None, f"{name}: weights are None")
-        demand(bool((weights >= 0).all()), f"{name}: a weight is negative: {float(weights.min()):.2g}")
+        demand(bool((weights >= 0).all()), f"{name}: a weight is negative: {weights.detach().min().item():.2g}")
         near(torch.einsum("bhij,bhjd->bhid", weights, v), out, f"{name}: weights @ v against out")
         visible = visibility(mask, B, H, L, L)
         # A window may hide what the mask shows; a row's own key is in every window.
@@ -69,7 +74,7 @@ def weights_match_output(subject: Subject) -> None:
             near(got, want, f"{name}: gradient of {which} through the weights against that of out")
 
 
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129)  # around the sizes of blocks
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300)  # around the sizes of blocks
 UNEQUAL = ((1, 129), (65, 129), (129, 65), (3, 64))
 
 
@@ -79,7 +84,11 @@ def fast_path_equals_plain(subject: Subject) -> None:
     cases = [(3, 7, 7), (3, 5, 8), (3, 8, 5)]
     cases += [(1, length, length) for length in LENGTHS] + [(1, L, S) for L, S in UNEQUAL]
     for B, L, S in cases:
-        for name, mask in subject.masks(B, 2, L, S):
+        masks = subject.masks(B, 2, L, S)
+        if max(L, S) > 100:  # long ones: without a mask, and with every part at once
+            plain = [pair for pair in masks if not pair[1].causal]
+            masks = [*masks[:1], *plain[1:][-1:], *masks[max(len(plain), 1) :][-1:]]
+        for name, mask in masks:
             q, k, v = leaves(*subject.qkv(B, 2, L=L, S=S))
             fast, plain = module(q, k, v, mask).out, module(q, k, v, mask, True).out
             near(fast, plain, f"{name}, L {L}, S {S}: out without weights against out with weights")
@@ -100,22 +109,27 @@ def equals_standard(subject: Subject) -> None:
 
 
 def temperature_divides_scores(subject: Subject) -> None:
-    """In that limit but for `temperature` T, the scores are q k^T / (T sqrt(D))."""
+    """A setting `temperature` T divides the scores: as q / T at T = 1, and q k^T / (T sqrt(D)) in the limit that is standard."""
+    claim("temperature" in subject.variant.Config.model_fields, "a setting named `temperature`")
     limit = subject.spec.equals_standard_when
-    claim(
-        limit is not None and "temperature" in subject.variant.Config.model_fields,
-        "equals_standard_when and a temperature",
-    )
     tried = False
     for temperature in (0.5, 2.5):
-        try:
-            config = subject.with_settings({**(limit or {}), "temperature": temperature})
-        except ValueError:
-            continue
-        tried = True
-        _compare(subject, subject.module(config=config, trained=False), temperature, f"temperature {temperature}, ")
+        with contextlib.suppress(ConfigError):
+            modules = [
+                subject.module(config=subject.exactly({"temperature": value}), trained=False) for value in (temperature, 1.0)
+            ]
+            tried = True
+            q, k, v = subject.qkv()
+            for need_weights in (False, True):
+                got, want = modules[0](q, k, v, None, need_weights), modules[1](q / temperature, k, v, None, need_weights)
+                near(got.out, want.out, f"temperature {temperature}: out against that of q / {temperature}", LEARNED)
+        if limit is not None:
+            with contextlib.suppress(ConfigError):
+                module = subject.module(config=subject.with_settings({**limit, "temperature": temperature}), trained=False)
+                tried = True
+                _compare(subject, module, temperature, f"temperature {temperature}, ")
     if not tried:
-        raise NotClaimedError("no temperature beside the limit is allowed")
+        raise NotClaimedError("no other temperature goes with these settings")
 
 
 def _compare(subject: Subject, module: Attention, temperature: float, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs the rules on one variant: at its default settings, in its limit, and at a few drawn from its search ranges."""
+"""Runs the rules on one variant: at its default settings, in its limit, at both ends of its search ranges, and at drawn ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from core.contract.subject import NotClaimedError, Subject, ViolationError
 from core.errors import ConfigError, UnknownNameError
 from core.registry import get, make_config, reason, unknown_name
 
-DRAWN_CONFIGS = 3  # as many as the longest list of choices where that is longer, up to MOST_CONFIGS
+LEAST = ("low", "drawn", "high")  # see choose_settings; more are drawn where a list of choices is longer, up to MOST_CONFIGS
 MOST_CONFIGS = 4
-BARE, WIDE = 0, 2  # see draw_settings
 MOST_WHEN_SMALL = 6  # a window of 200 hides nothing among 9 keys
 
 
@@ -72,17 +71,21 @@ def one_thread() -> Iterator[None]:
 
 
 def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
-    """The default, the limit that equals standard, and drawn settings; each once."""
+    """The default, the limit that equals standard, both ends of the search ranges, and drawn settings; each once."""
     configs = [make_config(cls, {})]
     if cls.spec.equals_standard_when is not None:
         with contextlib.suppress(ConfigError):  # the rule `equals_standard` reports a limit that the variant itself refuses
             configs.append(make_config(cls, dict(cls.spec.equals_standard_when)))
     source = random.Random(seed)
-    choices = [len(search["choices"]) for search in searches(cls).values() if "choices" in search]
-    for number in range(min(max([DRAWN_CONFIGS, *choices]), MOST_CONFIGS)):
-        for _ in range(20):  # settings drawn one by one may be refused together
+    ranges = searches(cls)
+    most = max([len(LEAST), *(len(search["choices"]) for search in ranges.values() if "choices" in search)])
+    kinds = [*LEAST, *["drawn"] * (min(most, MOST_CONFIGS) - len(LEAST))]
+    if any(cls.Config.model_fields[name].default == 0 for name in ranges):
+        kinds.append("bare")
+    for number, kind in enumerate(kinds):
+        for _ in range(20):  # settings chosen one by one may be refused together
             try:
-                configs.append(cls.Config(**draw_settings(cls, source, number)))
+                configs.append(cls.Config(**choose_settings(cls, source, kind, number)))
                 break
             except ValidationError:
                 continue
@@ -99,11 +102,12 @@ def searches(cls: type[Attention]) -> dict[str, Any]:
     return {name: extra["search"] for name, extra in extras.items() if isinstance(extra, dict) and "search" in extra}
 
 
-def draw_settings(cls: type[Attention], source: random.Random, number: int) -> dict[str, Any]:
-    """A value from every search range; choices take turns.
+def choose_settings(cls: type[Attention], source: random.Random, kind: str, number: int) -> dict[str, Any]:
+    """A value from every search range; choices take turns by `number`.
 
-    Whole numbers stay small but in the draws from WIDE on, and in the BARE one those that are 0 by default stay 0, so that
-    each part of a mechanism is seen without the others.
+    Args:
+        kind: "low" and "high" take that end of every range; "drawn" takes any value, whole numbers small; "bare" is drawn, but
+            what is 0 by default stays 0, so that each part of a mechanism is seen without the others.
     """
     settings = {}
     for name, search in searches(cls).items():
@@ -111,10 +115,11 @@ def draw_settings(cls: type[Attention], source: random.Random, number: int) -> d
             settings[name] = search["choices"][number % len(search["choices"])]
             continue
         low, high = search["low"], search["high"]
-        if isinstance(low, int) and isinstance(high, int):
-            bare = number == BARE and cls.Config.model_fields[name].default == 0
-            most = high if number >= WIDE else max(low, min(high, MOST_WHEN_SMALL))
-            settings[name] = 0 if bare else source.randint(low, most)
+        if kind in ("low", "high"):
+            settings[name] = search[kind]
+        elif isinstance(low, int) and isinstance(high, int):
+            bare = kind == "bare" and cls.Config.model_fields[name].default == 0
+            settings[name] = 0 if bare else source.randint(low, max(low, min(high, MOST_WHEN_SMALL)))
         elif search.get("log"):
             settings[name] = math.exp(source.uniform(math.log(low), math.log(high)))
         else:
@@ -140,22 +145,24 @@ def _run(rule: Rule, cls: type[Attention], cases: list[tuple[AttentionConfig, in
     """One rule over all cases, up to the first failure: one witness is enough to look at."""
     name = rule.__name__
     unclaimed, claimed = "", False
+    measured: tuple[Any, ...] = ()
     for config, seed in cases:
         subject = Subject(cls, config, seed, salt=name)
         try:
             rule(subject)
             claimed = True
+            measured = measured or tuple(subject.measured)
         except NotClaimedError as error:
             unclaimed = str(error)
-        except Exception as error:  # whatever a variant raises is a finding about the variant
+        except (Exception, SystemExit) as error:  # whatever a variant raises is a finding about the variant
             witness = str(error) if isinstance(error, ViolationError) else f"raised {reason(error)}{_place(error)}"
             settings = _plain(config)
             where = f"config {settings_line(settings)}, seed {seed}, {subject.sizes}".rstrip(", ")
-            return Result(name, False, True, settings, f"{witness}; {where}")
-    return Result(name, True, claimed, None, "" if claimed else unclaimed)
+            return Result(name, False, True, settings, f"{witness}; {where}", tuple(subject.measured))
+    return Result(name, True, claimed, None, "" if claimed else unclaimed, measured)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where the variant's own code stood when it raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -106,6 +106,7 @@ class Subject:
         self.seed = seed
         self.spec = variant.spec
         self.sizes = ""
+        self.measured: list[Any] = []  # what a rule measured, for the report card
         self.generator = torch.Generator().manual_seed(zlib.crc32(f"{salt} {seed}".encode()))
         self._value_dim: int | None = None
 
@@ -121,10 +122,18 @@ class Subject:
                     parameter.add_(torch.randn_like(parameter), alpha=TRAINED)
         return module.to(dtype)
 
+    def exactly(self, settings: dict[str, Any]) -> AttentionConfig:
+        """This config with other values for some settings.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
+        return make_config(self.variant, {**self.config.model_dump(), **settings})
+
     def with_settings(self, settings: dict[str, Any]) -> AttentionConfig:
         """This config with other values for some settings; the default with them where the two do not go together."""
         try:
-            return make_config(self.variant, {**self.config.model_dump(), **settings})
+            return self.exactly(settings)
         except ValueError:
             return make_config(self.variant, dict(settings))
 

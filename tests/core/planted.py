@@ -137,6 +137,72 @@ class PositionsOnCPU(Sound):
         return scores @ torch.eye(k.shape[-2], dtype=scores.dtype)
 
 
+@caught_by("shapes_and_dtypes")
+class BareSqueeze(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out.squeeze(), weights)
+
+
+@caught_by("inputs_unchanged")
+class HidesInTheMask(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        visible = super().visible(q, k, mask).clone()
+        if mask.keys is not None:
+            mask.keys.logical_and_(visible.any(-2)[:, 0])
+            mask.keys[:, 0] = False
+        return visible
+
+
+@caught_by("inputs_unchanged")
+class ZeroesValuesInPlace(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        result = super().attend(q, k, v, mask, need_weights)
+        with torch.no_grad():
+            v.mul_(0.5)
+        return result
+
+
+@caught_by("memory_layout")
+class ViewsOnly(Sound):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        B, H, L, D = q.shape
+        return super().scores(q.view(B * H, L, D).view(B, H, L, D), k)
+
+
+@caught_by("follows_device")
+class RootAsTensor(Sound):
+    """sqrt(D) as a tensor of its own, on the CPU and in float32."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.to(dtype) @ k.to(dtype).mT / torch.sqrt(torch.tensor(q.shape[-1], dtype=torch.float32))
+
+
+@caught_by("follows_device")
+class IndexOnCPU(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out[:, :, torch.arange(q.shape[-2])], weights)
+
+
+@caught_by("follows_device")
+class WrongOnCUDAOnly(Sound):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = super().scores(q, k)
+        return scores + torch.zeros(k.shape[-2]) if q.is_cuda else scores
+
+
+@caught_by("follows_device")
+class TensorThatIsNoBuffer(Sound):
+    def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
+        super().__init__(num_heads, head_dim, config)
+        self.channels = torch.ones(head_dim)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q * self.channels.to(q.dtype), k)
+
+
 # masks
 
 
@@ -194,6 +260,67 @@ class CausalWindowPlusAhead(Sound):
         return rest & torch.ones_like(rest).tril(1).triu(-1)
 
 
+@caught_by("no_future_leak")
+class OneAhead(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        rest = super().visible(q, k, Mask(keys=mask.keys, pairs=mask.pairs))
+        L, S = q.shape[-2], k.shape[-2]
+        return rest & torch.ones(L, S, dtype=torch.bool, device=q.device).tril(S - L + 1) if mask.causal else rest
+
+
+@caught_by("no_future_leak")
+class GlobalSeesAll(Sound):
+    """The first token is global, and forgets that causality binds it too."""
+
+    spec = Spec(**{**CLAIMS, "cross": False, "decode": False}, positional=True)
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        first = torch.arange(q.shape[-2], device=q.device)[:, None] == 0
+        return super().visible(q, k, mask) | (super().visible(q, k, Mask(keys=mask.keys, pairs=mask.pairs)) & first)
+
+
+@caught_by("no_future_leak")
+class NormalisedOverAllKeys(Sound):
+    """The numerator is causal, the denominator is not."""
+
+    spec = Spec(causal=True, cross=True)
+
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return scores.softmax(-1) * visible
+
+
+@caught_by("no_future_leak")
+class StatisticOverTheSequence(Sound):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        spread = k.to(torch.promote_types(k.dtype, torch.float32)).square().mean((-2, -1), keepdim=True)
+        return super().scores(q, k) / (1 + spread)
+
+
+@caught_by("no_future_leak")
+class SelectsBeforeCausality(SoundTopK):
+    spec = Spec(causal=True, cross=True, decode=True)
+
+    def ranks(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+class ChunkForgetsOffset(Sound):
+    """Chunks of 64 queries, each causal as if it were the first."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        if need_weights or not mask.causal or mask.keys is not None or mask.pairs is not None:
+            return super().attend(q, k, v, mask, need_weights)
+        outs = []
+        for start in range(0, q.shape[-2], 64):
+            part = q[..., start : start + 64, :]
+            outs.append(super().attend(part, k, v, mask, False).out)
+        return AttentionOutput(torch.cat(outs, -2), None)
+
+
+caught_by("no_future_leak")(ChunkForgetsOffset)
+caught_by("fast_path_equals_plain")(ChunkForgetsOffset)
+
+
 @caught_by("padding_equals_removal")
 class PaddingInDenominator(Sound):
     def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
@@ -231,6 +358,97 @@ class FiniteFill(Sound):
 
 caught_by("padding_equals_removal")(FiniteFill)
 caught_by("pairs_hide")(FiniteFill)
+
+
+class ZeroFill(Sound):
+    """Hidden scores become 0, which is not low."""
+
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return (scores * visible).softmax(-1)
+
+
+caught_by("padding_equals_removal")(ZeroFill)
+caught_by("pairs_hide")(ZeroFill)
+caught_by("no_future_leak")(ZeroFill)
+
+
+@caught_by("padding_equals_removal")
+class PaddingInSelection(SoundTopK):
+    def ranks(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return scores.argsort(dim=-1, descending=True, stable=True)
+
+
+@caught_by("padding_equals_removal")
+class PaddingHidesQueries(Sound):
+    """`keys` laid on the axis of queries."""
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        if mask.keys is None or q.shape[-2] != k.shape[-2]:
+            return super().visible(q, k, mask)
+        return super().visible(q, k, Mask(mask.causal, None, mask.pairs)) & mask.keys[:, None, :, None]
+
+
+@caught_by("padding_equals_removal")
+class CausalForgetsPadding(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask(causal=True, pairs=mask.pairs) if mask.causal else mask)
+
+
+@caught_by("pairs_hide")
+class PairsTransposed(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        pairs = mask.pairs
+        if pairs is not None and pairs.shape[-1] == pairs.shape[-2]:
+            pairs = pairs.mT
+        return super().visible(q, k, Mask(mask.causal, mask.keys, pairs))
+
+
+class Windowed(Sound):
+    """A sliding window without a fault."""
+
+    spec = Spec(**{**CLAIMS, "cross": False}, positional=True)
+
+    class Config(AttentionConfig):
+        window: int = tunable(4, low=1, high=64, log=True, ge=1)
+
+    def bounds(self, causal: bool) -> tuple[int, int]:
+        window = self.config.window
+        return (window - 1, 0) if causal else ((window - 1) // 2, window // 2)
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        L, S = q.shape[-2], k.shape[-2]
+        back, front = self.bounds(mask.causal)
+        ahead = torch.arange(S, device=q.device) - torch.arange(S - L, S, device=q.device)[:, None]
+        return super().visible(q, k, mask) & (ahead >= -back) & (ahead <= front)
+
+
+@caught_by("window_is_exact")
+class WindowOfOneMore(Windowed):
+    def bounds(self, causal: bool) -> tuple[int, int]:
+        back, front = super().bounds(causal)
+        return back + causal, front
+
+
+@caught_by("window_is_exact")
+class WindowOfOneLess(Windowed):
+    def bounds(self, causal: bool) -> tuple[int, int]:
+        back, front = super().bounds(causal)
+        return max(back - causal, 0), front
+
+
+@caught_by("window_is_exact")
+class WindowOnTheOtherSide(Windowed):
+    """Of an even window the further key lies behind instead of ahead."""
+
+    def bounds(self, causal: bool) -> tuple[int, int]:
+        back, front = super().bounds(causal)
+        return (back, front) if causal else (front, back)
+
+
+@caught_by("window_is_exact")
+class WindowOnEachSide(Windowed):
+    def bounds(self, causal: bool) -> tuple[int, int]:
+        return (self.config.window - 1, 0) if causal else (self.config.window // 2, self.config.window // 2)
 
 
 @caught_by("pairs_hide")
@@ -275,6 +493,35 @@ class BatchMixing(Sound):
         return scores / scores.detach().abs().amax().clamp(min=1e-3)
 
 
+@caught_by("batch_independence")
+class SumsAlongTheBatch(Sound):
+    """A running sum on the wrong axis."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out.cumsum(0), weights)
+
+
+@caught_by("batch_independence")
+class MaskOfFirstRow(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask(mask.causal, None if mask.keys is None else mask.keys[:1], mask.pairs))
+
+
+@caught_by("weights_match_output")
+class WeightsNotNormalised(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out, None if weights is None else weights * 2)
+
+
+@caught_by("weights_match_output")
+class WeightsAveragedOverHeads(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out, None if weights is None else weights.mean(1, keepdim=True).expand_as(weights))
+
+
 @caught_by("weights_match_output")
 class WeightsBeforeSelection(SoundTopK):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
@@ -302,6 +549,28 @@ class TailLost(Sound):
         return AttentionOutput((weights @ v[..., :whole, :].to(weights.dtype)).to(q.dtype), None)
 
 
+@caught_by("fast_path_equals_plain")
+class SumsAlongTheHeads(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(out if need_weights else out.cumsum(1) - out.cumsum(1)[:, :1], weights)
+
+
+@caught_by("fast_path_equals_plain")
+class SecondChunkDropsMask(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        if need_weights or q.shape[-2] <= 128 or mask.causal:
+            return super().attend(q, k, v, mask, need_weights)
+        head = super().attend(q, k, v, mask, False).out[..., :128, :]
+        return AttentionOutput(torch.cat([head, super().attend(q[..., 128:, :], k, v, Mask(), False).out], -2), None)
+
+
+@caught_by("equals_standard")
+class RootOfValueDim(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        return super().attend(q * math.sqrt(q.shape[-1] / v.shape[-1]), k, v, mask, need_weights)
+
+
 @caught_by("equals_standard")
 class NoRootOfDim(Sound):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -318,6 +587,28 @@ class TemperatureMultiplied(SoundTemperature):
 class TemperatureSquared(SoundTemperature):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return Sound.scores(self, q, k) / self.config.temperature**2
+
+
+@caught_by("temperature_divides_scores")
+class TemperatureAfterSoftmax(SoundTemperature):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return Sound.scores(self, q, k)
+
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        weights = super().weigh(scores, visible) / self.config.temperature
+        return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+@caught_by("temperature_divides_scores")
+class TemperatureMultipliedUnclaimed(TemperatureMultiplied):
+    spec = Spec(**CLAIMS)
+
+
+@caught_by("keys_per_query")
+class DroppedScoresAreZero(SoundTopK):
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        kept = self.ranks(scores.detach(), visible)[..., : self.config.keep]
+        return Sound.weigh(self, torch.zeros_like(scores).scatter(-1, kept, scores.gather(-1, kept)), visible)
 
 
 @caught_by("keys_per_query")
@@ -362,6 +653,19 @@ class GradientCut(Sound):
         return super().scores(q, k.detach())
 
 
+@caught_by("gradcheck_float64")
+class GradientDoubled(Sound):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores = super().scores(q, k)
+        return 2 * scores - scores.detach()
+
+
+@caught_by("gradcheck_float64")
+class RoundsToFloat32(Sound):
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q.float(), k.float()).to(q.dtype)
+
+
 @caught_by("gradients_finite")
 class RootOfZero(Sound):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -372,6 +676,15 @@ class RootOfZero(Sound):
 class HalfOverflow(Sound):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT / math.sqrt(q.shape[-1])
+
+
+@caught_by("half_precision_no_overflow")
+class MinusBillion(Sound):
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return scores.masked_fill(~visible, -1e9).softmax(-1) * visible
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q / q.shape[-1] ** 0.5) @ k.mT
 
 
 @caught_by("low_precision_is_close")
@@ -391,6 +704,13 @@ class HalfSums(Sound):
 class RandomInEvaluation(Sound):
     def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
         return super().weigh(scores + 1e-6 * torch.rand_like(scores), visible)
+
+
+@caught_by("evaluation_is_deterministic")
+class DropoutInEvaluation(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        out, weights = super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(torch.nn.functional.dropout(out, 0.1), weights)
 
 
 @caught_by("evaluation_is_deterministic")
@@ -434,6 +754,27 @@ class DecodeOffByOne(Sound):
         return super().step(q, k, v, state, keys)
 
 
+@caught_by("module_copies")
+class ParameterOfFirstCall(Sound):
+    scale: Tensor | None = None
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.nn.Parameter(torch.randn(1, dtype=q.dtype).exp())
+        return super().scores(q, k) * self.scale
+
+
+@caught_by("decode_equals_forward")
+class DecodeSeesFirstKeyOnly(Sound):
+    """A single new token, aligned top-left."""
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, Any]:
+        out, following = super().step(q, k, v, state, keys)
+        if state is not None and q.shape[2] == 1:
+            out = self(q, following.k[:, :, :1], following.v[:, :, :1], Mask()).out
+        return out, following
+
+
 @caught_by("decode_equals_forward")
 class DecodeForgetsPadding(Sound):
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, keys: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -464,3 +805,26 @@ class StateChangedInPlace(Sound):
         if state is not None:
             state.v[:, :, -1] *= 0.5
         return out, following
+
+
+# costs
+
+
+@caught_by("costs_as_claimed")
+class ClaimsLinearTime(Sound):
+    spec = Spec(**CLAIMS, time=1)
+
+
+@caught_by("costs_as_claimed")
+class ClaimsLinearMemory(Sound):
+    spec = Spec(**CLAIMS, time=2, memory=1)
+
+
+@caught_by("costs_as_claimed")
+class ClaimsMoreTimeThanItTakes(Sound):
+    spec = Spec(causal=True, convex=False, time=2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        if need_weights:
+            return super().attend(q, k, v, mask, True)
+        return AttentionOutput(v.clone(), None)

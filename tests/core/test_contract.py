@@ -18,7 +18,7 @@ from core.errors import ConfigError, UnknownNameError
 from tests.core import planted
 
 ROOT = Path(__file__).parents[2]
-SOUND = [planted.Sound, planted.SoundTopK, planted.SoundTemperature]
+SOUND = [planted.Sound, planted.SoundTopK, planted.SoundTemperature, planted.Windowed]
 
 
 @pytest.mark.parametrize("name", core.names())

@@ -17,6 +17,10 @@ VARIANTS = [
     ("local_global", {"window": 3, "num_global": 1}),
     ("linear", {}),
     ("uniform", {}),
+    ("additive", {}),
+    ("top_p", {"mass": 0.7}),
+    ("entmax", {}),
+    ("memory", {"num_slots": 3}),
 ]
 each_variant = pytest.mark.parametrize(("variant", "config"), VARIANTS)
 

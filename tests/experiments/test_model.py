@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import core
+from core.contract.devices import OneDevice, fake_cuda
 from experiments import config
-from experiments.model import build_model, forward_loss
+from experiments.model import Decoder, build_model, forward_loss
+from experiments.train import make_optimizer
 from tests.experiments.small import run_of, task_of
 
 VARIANTS = core.names()
@@ -131,17 +134,39 @@ def test_dropout_is_for_training_only():
 @pytest.mark.parametrize("positions", ["none", "learned", "rotary"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tensor_is_made_on_the_device_of_the_model(variant, positions):
-    """On the device meta, a tensor made elsewhere raises."""
+    """Forward, backward and the optimiser's step on meta, where a tensor made elsewhere raises."""
     run = run_of({"variant": variant}, model={"positions": positions, "dropout": 0.1})
     task = task_of(run)
     model = build_model(run, task, 0, "meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     batch = task.batch("train", 0, 0)
     batch = batch._replace(inputs=batch.inputs.to("meta"), targets=batch.targets.to("meta"))
-    output, total, _ = forward_loss(model, task, batch)
-    assert output.shape == (4, 6, 6)
-    total.backward()
-    assert all(parameter.grad.device.type == "meta" for parameter in model.parameters())
+    with OneDevice("meta"):
+        output, total, _ = forward_loss(model, task, batch)
+        assert output.shape == (4, 6, 6)
+        total.backward()
+        parameters = list(model.parameters())
+        clip_grads_with_norm_(parameters, 1.0, get_total_norm([parameter.grad for parameter in parameters]))
+    assert all(parameter.grad.device.type == "meta" for parameter in parameters)
+    optimizer = make_optimizer(model, run.train, fused=False)  # the fused kernel does not know meta
+    optimizer.step()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert len(states) == 2 * len(parameters)
+    assert {state.device.type for state in states} == {"meta"}
+
+
+@pytest.mark.parametrize("positions", ["none", "learned", "rotary"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_made_on_cuda_only_is_seen_without_a_gpu(variant, positions):
+    run = run_of({"variant": variant}, model={"positions": positions})
+    task = task_of(run)
+    with fake_cuda():
+        with torch.device("cuda"):
+            model = Decoder(run.model, run.attention, task.vocab_size, task.seq_len)
+            tokens = torch.zeros(4, 6, dtype=torch.long)
+            keys = torch.ones(4, 6, dtype=torch.bool)
+        for given in (None, keys):
+            assert model(tokens, given).device.type == "cuda"
 
 
 def counted(C, layers, vocab, length, hidden, bias, tied, kv_share=1.0, positions=True):
