@@ -34,9 +34,10 @@ def _where_no_data(subject: Subject, device: str) -> bool:
 
 
 def _on_device(subject: Subject, device: str) -> None:
-    module, there = subject.module(), subject.module().to(device)
-    spec, dim = subject.spec, subject.value_dim
-    inputs = subject.qkv(Dv=dim)
+    module, there = (subject.module(dtype=torch.float32) for _ in range(2))
+    there.to(device)
+    spec = subject.spec
+    inputs = subject.qkv(dtype=torch.float32)
     masks = subject.masks(3, 4, 7, 7)
     for name, mask in (masks[0], masks[-1]):
         keys, pairs = (None if part is None else part.to(device) for part in (mask.keys, mask.pairs))
@@ -49,7 +50,8 @@ def _on_device(subject: Subject, device: str) -> None:
                         demand(got.device.type == device, f"{name}: {what} is on {got.device}, the inputs on {device}")
                 result.out.sum().backward()
             if device != "meta":
-                near(result.out.cpu(), module(*inputs, mask, need_weights).out, f"{name}: out on {device} against the CPU")
+                want = module(*inputs, mask, need_weights).out
+                near(result.out.cpu(), want, f"{name}: out on {device} against the CPU", 1e-4)
     if spec.decode and spec.causal:
         q, k, v = (x[:, :, :3].to(device) for x in inputs)
         with OneDevice(device):

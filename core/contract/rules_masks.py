@@ -167,8 +167,8 @@ def padding_equals_removal(subject: Subject) -> None:
     """padding: hidden keys, whatever they hold, are as if they were not there, forward and backward."""
     spec = subject.spec
     claim(spec.padding, "padding")
-    module = subject.module()
-    for L, count in ((8, (2, 0, 5)), (70, (5, 66, 0))):
+    for L, H, count in ((8, 4, (2, 0, 5)), (70, 2, (5, 66, 0))):
+        module = subject.module(H)
         hidden = torch.arange(L) >= L - torch.tensor(count)[:, None]
         sides = {"right": ~hidden}
         if not spec.positional:
@@ -178,13 +178,14 @@ def padding_equals_removal(subject: Subject) -> None:
             for causal in (False, True) if spec.causal else (False,):
                 for need_weights in (False, True):
                     name = f"{side} padding{' under causal' if causal else ''}"
-                    q, k, v = subject.qkv(L=L)
+                    q, k, v = subject.qkv(H=H, L=L)
                     _removal(module, subject, name, (q, k, v), Mask(causal, keys), GARBAGE, need_weights)
                     if L < 10:
                         _removal(module, subject, name, (q, k, v), Mask(causal, keys), math.nan, need_weights)
                         low = (q.abs() * EXTREME, -k.abs() * EXTREME, v)
                         _removal(module, subject, f"{name}, very low scores", low, Mask(causal, keys), 1.0, need_weights)
     if spec.cross:
+        module = subject.module()
         q, k, v = subject.qkv(L=5, S=8)
         keys = torch.arange(8) < torch.tensor([3, 8, 1])[:, None]
         out = module(q, k, v, Mask(keys=keys)).out

@@ -1,4 +1,4 @@
-"""Runs the rules on one variant: at its default settings, in its limit, at both ends of its search ranges, and at drawn ones."""
+"""Runs the rules on one variant: at its default settings, at both ends of its search ranges, and at drawn ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.attention import Attention, AttentionConfig
 from core.contract.report import Report, Result, settings_line
 from core.contract.rules import RULES, Rule
 from core.contract.subject import NotClaimedError, Subject, ViolationError
-from core.errors import ConfigError, UnknownNameError
+from core.errors import UnknownNameError
 from core.registry import get, make_config, reason, unknown_name
 
 LEAST = ("low", "drawn", "high")  # see choose_settings; more are drawn where a list of choices is longer, up to MOST_CONFIGS
@@ -38,7 +38,7 @@ def check(
     Args:
         variant: a registered name, or an Attention subclass, registered or not.
         seeds: for the inputs, the parameters and the drawn settings.
-        configs: settings to check at; None: the default ones, those of `spec.equals_standard_when`, and drawn ones.
+        configs: settings to check at; None: the default ones, both ends of the search ranges, and drawn ones.
         rules: names of the rules to run; None: all.
 
     Raises:
@@ -71,11 +71,8 @@ def one_thread() -> Iterator[None]:
 
 
 def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
-    """The default, the limit that equals standard, both ends of the search ranges, and drawn settings; each once."""
+    """The default, both ends of the search ranges, and drawn settings; each once."""
     configs = [make_config(cls, {})]
-    if cls.spec.equals_standard_when is not None:
-        with contextlib.suppress(ConfigError):  # the rule `equals_standard` reports a limit that the variant itself refuses
-            configs.append(make_config(cls, dict(cls.spec.equals_standard_when)))
     source = random.Random(seed)
     ranges = searches(cls)
     most = max([len(LEAST), *(len(search["choices"]) for search in ranges.values() if "choices" in search)])

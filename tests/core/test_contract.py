@@ -89,13 +89,17 @@ def test_configs_given_replace_the_drawn_ones() -> None:
         check("topk", configs=[{"keep": 0}])
 
 
-def test_default_limit_and_drawn_settings_are_checked() -> None:
+def test_default_both_ends_and_drawn_settings_are_checked() -> None:
     configs = check("topk", rules=["inputs_unchanged"]).configs
     assert configs[0] == {"keep": 8, "temperature": 1.0}
-    assert configs[1] == {"keep": 10**9, "temperature": 1.0}
-    assert len(configs) == 5
-    assert all(1 <= config["keep"] <= 6 for config in configs[2:4])
-    assert all(0.1 <= config["temperature"] <= 1.0 for config in configs[2:])
+    assert configs[1] == {"keep": 1, "temperature": 0.1}
+    assert configs[3:] == [{"keep": 64, "temperature": 1.0}]
+    assert 1 <= configs[2]["keep"] <= 6
+    assert 0.1 <= configs[2]["temperature"] <= 1.0
+    # What is 0 by default is also left at 0, beside drawn values of the rest.
+    bare = check("local_global", rules=["inputs_unchanged"]).configs[-1]
+    assert bare["num_global"] == 0
+    assert 1 <= bare["window"] <= 6
 
 
 def test_every_choice_is_drawn() -> None:
