@@ -47,11 +47,11 @@ def _span(distances: set[int]) -> str:
 
 def costs_as_claimed(subject: Subject) -> None:
     """At the default settings, elements written and peak bytes grow with the claimed exponents of the length."""
-    if subject.config != make_config(subject.variant, {}):
-        raise NotClaimedError("measured at the default settings")
+    if not subject.first:
+        raise NotClaimedError("measured at the first settings only")
     subject.measured = _reach_and_density(subject) + _costs(subject)
     faults = [f"{one.what}: {one.fault}" for one in subject.measured if one.fault]
-    if faults:
+    if faults and subject.config == make_config(subject.variant, {}):
         raise ViolationError("; ".join(faults))
 
 

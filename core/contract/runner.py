@@ -143,8 +143,8 @@ def _run(rule: Rule, cls: type[Attention], cases: list[tuple[AttentionConfig, in
     name = rule.__name__
     unclaimed, claimed = "", False
     measured: tuple[Any, ...] = ()
-    for config, seed in cases:
-        subject = Subject(cls, config, seed, salt=name)
+    for number, (config, seed) in enumerate(cases):
+        subject = Subject(cls, config, seed, salt=name, first=number == 0)
         try:
             rule(subject)
             claimed = True

@@ -100,10 +100,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, temperature: float = 
 class Subject:
     """A variant at one config and seed. Every rule gets one of its own, so that none depends on what ran before."""
 
-    def __init__(self, variant: type[Attention], config: AttentionConfig, seed: int, salt: str) -> None:
+    def __init__(self, variant: type[Attention], config: AttentionConfig, seed: int, salt: str, first: bool = True) -> None:
         self.variant = variant
         self.config = config
         self.seed = seed
+        self.first = first  # of the cases that a rule is run on
         self.spec = variant.spec
         self.sizes = ""
         self.measured: list[Any] = []  # what a rule measured, for the report card

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from core import ConfigError, Mask, MaskError, MultiHeadAttention, ShapeError, UnknownNameError
+from core import ConfigError, Mask, MaskError, MultiHeadAttention, ShapeError, UnknownNameError, get
+from core.contract.devices import OneDevice, fake_cuda
 
 B, L, S, C, H = 2, 6, 9, 12, 6
 VARIANTS = [
@@ -279,3 +280,33 @@ def test_empty_and_single(batch, length):
     assert out.shape == (batch, length, C)
     out.sum().backward()
     assert x.grad.shape == x.shape
+
+
+@each_variant
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_every_tensor_is_made_on_the_device_of_the_inputs(variant, config, checkpoint):
+    module = layer(variant, config, rotary=True, dropout=0.1, checkpoint=checkpoint).to("meta").train()
+    x, context = (torch.zeros(B, length, C, device="meta", requires_grad=True) for length in (L, S))
+    keys = torch.ones(B, L, dtype=torch.bool, device="meta")
+    with OneDevice("meta"):
+        outs = [module(x, mask=Mask(causal=True, keys=keys)), module(x)]
+        if get(variant).spec.cross:
+            outs.append(module(x, context))
+        cache = None
+        for _ in range(2):
+            out, cache = module.decode(x, cache, keys)
+            outs.append(out)
+        sum(out.sum() for out in outs).backward()
+    assert {out.device.type for out in outs} == {"meta"}
+    assert all(parameter.grad.device.type == "meta" for parameter in module.parameters())
+
+
+@each_variant
+def test_and_on_a_cuda_device_that_is_not_there(variant, config):
+    with fake_cuda():
+        with torch.device("cuda"):
+            module = layer(variant, config, rotary=True)
+            x, keys = torch.zeros(B, L, C), torch.ones(B, L, dtype=torch.bool)
+        assert module(x, mask=Mask(causal=True, keys=keys)).is_cuda
+        _, cache = module.decode(x, None, keys)
+        assert module.decode(x, cache)[0].is_cuda

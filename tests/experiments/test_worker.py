@@ -97,6 +97,7 @@ def test_a_run_from_start_to_end(tmp_path):
     tags = events[-2]["tags"]
     assert tags["device"].startswith("cpu: ")
     assert (tags["threads"], tags["backend"], tags["torch"]) == ("1", "sdpa", torch.__version__)
+    assert tags["compiled"] == "no"
     assert torch.load(path, weights_only=True).keys() >= {"model", "identity", "step"}
 
 
@@ -279,3 +280,23 @@ def test_gpus_are_dealt_by_the_environment(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,GPU-3"
     worker.choose_gpus(Job("a", "train", (), gpus=()))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own, while it is imported
+def test_a_compiled_run_comes_to_what_an_eager_one_does_and_is_recorded():
+    attention = {"variant": "topk", "keep": 2, "temperature": 1.0}
+    results = []
+    for compiled in (False, True):
+        events = events_of(Job("0/0", "train", (run_of(attention, train={"compile": compiled}),)))
+        assert events[-1]["state"] == "finished", events[-1]["message"]
+        assert events[-2]["tags"]["compiled"] == ("the whole model" if compiled else "no")
+        results.append(events[-1]["values"])
+    assert results[1]["val/loss"] == pytest.approx(results[0]["val/loss"], rel=1e-4)
+    assert results[1].keys() == results[0].keys()
+
+
+def test_what_does_not_compile_whole_is_an_error_and_not_run_in_part():
+    events = events_of(Job("0/0", "train", (run_of({"variant": "entmax"}, train={"compile": True}),)))
+    assert (events[-1]["state"], events[-1]["cause"]) == ("failed", "error")
+    assert events[-1]["message"].startswith("train.compile: this model does not compile whole: ")
