@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.contract import measure
 from core.contract.measure import LENGTH, SHORT, Measured
-from core.contract.subject import NotClaimedError, Subject, ViolationError, claim
+from core.contract.subject import NotClaimedError, Subject, ViolationError
 from core.registry import make_config
 
 SLACK = 0.3  # of an exponent: terms of lower order are still felt at these lengths
@@ -13,8 +13,8 @@ SLACK = 0.3  # of an exponent: terms of lower order are still felt at these leng
 def window_is_exact(subject: Subject) -> None:
     """A setting named `window` is W keys, the query's own included: 0 <= i-j < W, two-sided -((W-1)//2) <= j-i <= W//2."""
     window = getattr(subject.config, "window", None)
-    claim(isinstance(window, int), "a setting named `window`")
-    assert isinstance(window, int)
+    if not isinstance(window, int):
+        raise NotClaimedError("it has no setting named `window`")
     module = subject.module(config=make_config(subject.variant, {"window": window}))
     for causal in (False, True) if subject.spec.causal else (False,):
         # At equal scores every key of a window weighs, and at random ones a sum that happens to be even does not hide one.
@@ -65,10 +65,16 @@ def _reach_and_density(subject: Subject) -> list[Measured]:
         span = f"{len(ahead)} keys, {_span(set(ahead))}" if ahead else "nothing"
         rows.append(Measured(f"window ({name}, L {LENGTH})", span, "" if window is None else f"window {window}"))
         counts = {which: found[which].double().sum(-1).mean().item() for which in "kv"}
-        rows.append(Measured(f"receptive field ({name})", f"{counts['k']:.4g} keys by k, {counts['v']:.4g} by v, a head and row"))
+        rows.append(
+            Measured(
+                f"receptive field ({name})", f"{counts['k']:.4g} keys through k, {counts['v']:.4g} through v, for a head and row"
+            )
+        )
         share = measure.density(module, subject, causal)
         claimed = "" if keep is None else f"min({getattr(subject.config, keep)}, visible) keys a row"
-        rows.append(Measured(f"density ({name})", "unknown" if share is None else f"{share:.4g} of the visible keys", claimed))
+        rows.append(
+            Measured(f"density ({name})", "unknown" if share is None else f"{100 * share:.4g} % of the visible keys", claimed)
+        )
     return rows
 
 

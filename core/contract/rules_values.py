@@ -26,15 +26,19 @@ LEARNED = 1e-5  # a learned temperature starts at a value rounded to float32
 
 
 def batch_independence(subject: Subject) -> None:
-    """A batch row alone gives what it gives in the batch, and reordering the batch reorders the result."""
+    """A batch row alone gives what it gives in the batch, also in training, and reordering the batch reorders the result."""
     module = subject.module()
     B, H, L = 3, 4, 7
     order = torch.tensor([2, 0, 1])
-    for name, mask in subject.masks(B, H, L, L):
+    masks = subject.masks(B, H, L, L)
+    cases = [(name, mask, need_weights, False) for name, mask in masks for need_weights in (False, True)]
+    for name, mask, need_weights, training in [*cases, (f"{masks[0][0]}, in training", masks[0][1], False, True)]:
         q, k, v = subject.qkv(B, H, Hkv=2, L=L)
         q[1], v[2] = 50 * q[1], 50 * v[2]  # rows of different size, so that a shared mean or maximum shows
-        for need_weights in (False, True):
-            out, weights = module(q, k, v, mask, need_weights)
+        module.train(training)
+        before = torch.get_rng_state()
+        out, weights = module(q, k, v, mask, need_weights)
+        if torch.equal(before, torch.get_rng_state()):  # what is drawn in training differs from batch to batch
             for what, rows in [(f"batch row {b} alone", torch.tensor([b])) for b in range(B)] + [("reordered", order)]:
                 got = module(q[rows], k[rows], v[rows], _batch_rows(mask, rows), need_weights)
                 near(got.out, out[rows], f"{name}, {what}: out")
@@ -111,7 +115,8 @@ def equals_standard(subject: Subject) -> None:
 
 def temperature_divides_scores(subject: Subject) -> None:
     """A setting `temperature` T divides the scores: as q / T at T = 1, and q k^T / (T sqrt(D)) in the limit that is standard."""
-    claim("temperature" in subject.variant.Config.model_fields, "a setting named `temperature`")
+    if "temperature" not in subject.variant.Config.model_fields:
+        raise NotClaimedError("it has no setting named `temperature`")
     limit = subject.spec.equals_standard_when
     tried = False
     for temperature in (0.5, 2.5):

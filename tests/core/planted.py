@@ -502,6 +502,36 @@ class SumsAlongTheBatch(Sound):
         return AttentionOutput(out.cumsum(0), weights)
 
 
+class NormalisedByBatch(Sound):
+    """Batch normalisation of the keys: in training, a statistic over batch and sequence."""
+
+    spec = Spec(**{**CLAIMS, "padding": False, "pairs": False})
+
+    def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
+        super().__init__(num_heads, head_dim, config)
+        self.norm = torch.nn.BatchNorm1d(head_dim, affine=False, momentum=0.0)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, self.norm(k.flatten(0, 2)).view(k.shape))
+
+
+caught_by("batch_independence")(NormalisedByBatch)
+caught_by("no_future_leak")(NormalisedByBatch)
+
+
+@caught_by("no_future_leak")
+class LeaksFromSecondBlock(Sound):
+    """Blocks of 128: from the second on a row sees its whole block."""
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        visible = super().visible(q, k, mask)
+        L, S = q.shape[-2], k.shape[-2]
+        if not mask.causal or mask.keys is not None or mask.pairs is not None or L != S or L <= 128:
+            return visible
+        block = torch.arange(S, device=q.device) // 128
+        return visible | ((block[:, None] == block) & (block > 0))
+
+
 @caught_by("batch_independence")
 class MaskOfFirstRow(Sound):
     def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:

@@ -28,9 +28,9 @@ def test_house_variant_conforms(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", core.names())
-def test_house_variant_conforms_at_ten_seeds(name: str) -> None:
-    report = check(name, seeds=range(1, 11))
+@pytest.mark.parametrize("variant", [*core.names(), *SOUND], ids=str)
+def test_what_is_sound_is_not_accused_at_ten_seeds(variant: str | type[core.Attention]) -> None:
+    report = check(variant, seeds=range(1, 11))
     assert report.ok, f"\n{report}"
 
 

@@ -69,16 +69,16 @@ def test_a_window_is_measured():
     rows = measured("local_global", window=20)
     assert rows["window (causal, L 300)"] == ("20 keys, j-i from -19 to +0", "window 20")
     assert rows["window (two-sided, L 300)"] == ("20 keys, j-i from -9 to +10", "window 20")
-    assert rows["receptive field (causal)"][0].startswith("20 keys by k, 20 by v")
+    assert rows["receptive field (causal)"][0].startswith("20 keys through k, 20 through v")
 
 
 def test_a_selection_is_measured():
     rows = measured("topk", keep=6)
-    assert rows["receptive field (causal)"][0].startswith("6 keys by k, 6 by v")
-    assert rows["density (two-sided)"] == ("0.02 of the visible keys", "min(6, visible) keys a row")
+    assert rows["receptive field (causal)"][0].startswith("6 keys through k, 6 through v")
+    assert rows["density (two-sided)"] == ("2 % of the visible keys", "min(6, visible) keys a row")
     # 1 + 2 + ... + 6 and 294 rows of 6, of 300 * 301 / 2
     share = (21 + 294 * 6) / 45150
-    assert rows["density (causal)"][0] == f"{share:.4g} of the visible keys"
+    assert rows["density (causal)"][0] == f"{100 * share:.4g} % of the visible keys"
 
 
 def test_state_of_decoding_is_measured():

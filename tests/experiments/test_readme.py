@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import core
+import variants  # noqa: F401
 from experiments import sweep as sweeps
 from experiments.resolve import Resolver
 from tests.experiments.conftest import ROOT, Command, start
@@ -90,3 +92,11 @@ def tree_of(text: str) -> set[str]:
 def test_the_tree_names_every_file_and_no_other(package: str) -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"}
     assert {path for path in tree_of(README) if path.startswith(package)} == files
+
+
+@pytest.mark.parametrize("name", core.names())
+def test_the_table_of_mechanisms_names_every_setting_and_its_default(name: str) -> None:
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| `{name}` |")]
+    fields = core.get(name).Config.model_fields
+    shown = dict(re.findall(r"`(\w+)` \(([^),]+)", row.split("|")[3]))
+    assert shown == {field: "none" if info.default is None else str(info.default) for field, info in fields.items()}
