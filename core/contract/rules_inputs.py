@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core.contract.subject import NotClaimedError, Subject, demand, gradients, leaves, near
+from core.contract.subject import NotClaimedError, Subject, demand, gradients, leaves, near, same_gradients
 from core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -59,9 +59,7 @@ def heads_are_interleaved(subject: Subject) -> None:
                 got = module(q, k, v, mask, need_weights).out
                 want = module(q, k[:, owner], v[:, owner], mask, need_weights).out
                 near(got, want, f"{name}: out with {Hkv} key/value heads, against head h // {H // Hkv}")
-                pairs = zip("qkv", gradients(got, (q, k, v), direction), gradients(want, (q, k, v), direction), strict=True)
-                for which, grad, expected in pairs:
-                    near(grad, expected, f"{name}: gradient of {which} with {Hkv} key/value heads")
+                same_gradients(got, want, {"q": q, "k": k, "v": v}, direction, name, f"with {Hkv} key/value heads")
 
 
 def unclaimed_is_refused(subject: Subject) -> None:

@@ -13,10 +13,10 @@ from core.contract.subject import (
     Subject,
     claim,
     demand,
-    gradients,
     leaves,
     near,
     reference,
+    same_gradients,
     visibility,
 )
 from core.errors import ConfigError
@@ -70,12 +70,10 @@ def weights_match_output(subject: Subject) -> None:
         near(sums, torch.ones_like(sums), f"{name}: sum of a row")
         near(weights[~visible], torch.zeros_like(weights[~visible]), f"{name}: weight of a hidden key", 0.0)
         direction = subject.draw(*out.shape)
-        inputs = (q, k, *module.parameters())
+        inputs = {"q": q, "k": k, **dict(module.named_parameters())}
         # d out / d q and k goes through the weights alone, so weights cut off from the graph are seen here.
-        through = gradients(torch.einsum("bhij,bhjd->bhid", weights, v.detach()), inputs, direction)
-        names = ["q", "k", *(which for which, _ in module.named_parameters())]
-        for which, got, want in zip(names, through, gradients(out, inputs, direction), strict=True):
-            near(got, want, f"{name}: gradient of {which} through the weights against that of out")
+        through = torch.einsum("bhij,bhjd->bhid", weights, v.detach())
+        same_gradients(through, out, inputs, direction, name, "through the weights against that of out")
 
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300)  # around the sizes of blocks
@@ -97,12 +95,9 @@ def fast_path_equals_plain(subject: Subject) -> None:
             q, k, v = leaves(*subject.qkv(B, H, L=L, S=S))
             fast, plain = module(q, k, v, mask).out, module(q, k, v, mask, True).out
             near(fast, plain, f"{name}, L {L}, S {S}: out without weights against out with weights")
-            inputs = (q, k, v, *module.parameters())
-            names = ["q", "k", "v", *(which for which, _ in module.named_parameters())]
-            direction = subject.draw(*fast.shape)
-            found = zip(names, gradients(fast, inputs, direction), gradients(plain, inputs, direction), strict=True)
-            for which, got, want in found:
-                near(got, want, f"{name}, L {L}, S {S}: gradient of {which} without weights against with")
+            inputs = {"q": q, "k": k, "v": v, **dict(module.named_parameters())}
+            where = f"{name}, L {L}, S {S}"
+            same_gradients(fast, plain, inputs, subject.draw(*fast.shape), where, "without weights against with")
 
 
 def equals_standard(subject: Subject) -> None:
@@ -150,15 +145,9 @@ def _compare(subject: Subject, module: Attention, temperature: float, prefix: st
                     if mine is None or theirs is None:
                         continue
                     near(mine, theirs, f"{prefix}{name}: {what} against standard")
-                    direction = subject.draw(*mine.shape)
-                    found = zip(
-                        "qkv",
-                        gradients(mine, (q, k, v), direction),
-                        gradients(theirs, (q, k, v), direction),
-                        strict=True,
-                    )
-                    for which, grad, want in found:
-                        near(grad, want, f"{prefix}{name}: gradient of {which} by {what} against standard")
+                    inputs = {"q": q, "k": k, "v": v}
+                    against = f"by {what} against standard"
+                    same_gradients(mine, theirs, inputs, subject.draw(*mine.shape), prefix + name, against)
 
 
 def keys_per_query(subject: Subject) -> None:

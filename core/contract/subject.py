@@ -72,6 +72,14 @@ def gradients(output: Tensor, inputs: Sequence[Tensor], direction: Tensor) -> li
     return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
 
 
+def same_gradients(got: Tensor, want: Tensor, inputs: dict[str, Tensor], direction: Tensor, where: str, against: str) -> None:
+    """Demand that two outputs have the same gradients by each of the named inputs."""
+    tensors = list(inputs.values())
+    pairs = zip(inputs, gradients(got, tensors, direction), gradients(want, tensors, direction), strict=True)
+    for name, one, other in pairs:
+        near(one, other, f"{where}: gradient of {name} {against}")
+
+
 def visibility(mask: Mask, B: int, H: int, L: int, S: int) -> Tensor:
     """Who may attend to what, written out: bool (B, H, L, S). Shares no code with `Mask.visible`."""
     visible = torch.ones(B, H, L, S, dtype=torch.bool)
