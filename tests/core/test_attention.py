@@ -222,31 +222,6 @@ class TestEveryVariant:
         get(variant).Config()
 
 
-@pytest.mark.parametrize("variant", [name for name in HOUSE if name != "entmax"])  # its library cannot be traced
-def test_compiles_whole(variant):
-    attention = build(variant, num_heads=H, head_dim=D)
-    torch._dynamo.reset()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for length in (4, 6):
-        _, q, k, v = made(variant, length, length)
-        keys = torch.ones(B, length, dtype=torch.bool)
-        keys[0, 0] = False
-        for mask in (Mask(causal=True), Mask(causal=True, keys=keys)):
-            for plain in (False, True):
-                given, expected = compiled(q, k, v, mask, plain), attention(q, k, v, mask, plain)
-                torch.testing.assert_close(given.out, expected.out)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own, while it is imported
-def test_compiles_with_inductor():
-    attention, q, k, v = made("standard")
-    compiled = torch.compile(attention, fullgraph=True)
-    for mask in (Mask(), Mask(causal=True)):
-        torch.testing.assert_close(compiled(q, k, v, mask).out, attention(q, k, v, mask).out)
-
-
 def test_expand_heads():
     x = torch.arange(3.0).reshape(1, 3, 1, 1)
     assert expand_heads(x, 6).flatten().tolist() == [0, 0, 1, 1, 2, 2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import variants  # noqa: F401
-from core import Mask, MultiHeadAttention, build, names
+from core import Mask, MultiHeadAttention, build, get, names
 
 LENGTHS = (3, 5, 64, 65, 129, 130, 300, 2, 1)
 COMPILED = [name for name in names() if name != "entmax"]  # the package's own autograd functions do not compile
@@ -47,6 +47,22 @@ def test_many_modules_and_lengths(variant):
 
 
 @pytest.mark.parametrize("variant", COMPILED)
+def test_masks_and_weights(variant):
+    attention = build(variant, num_heads=2, head_dim=4)
+    compiled = torch.compile(attention, fullgraph=True, backend=Counted(), isolate_recompiles=True)
+    for L in (4, 70):
+        q = torch.randn(2, 2, L, 4)
+        pairs = torch.rand(L, L) < 0.8 if get(variant).spec.pairs else None
+        for mask in (Mask(), Mask(True, torch.rand(2, L) < 0.8, pairs)):
+            for need_weights in (False, True):
+                given, expected = compiled(q, q, q, mask, need_weights), attention(q, q, q, mask, need_weights)
+                torch.testing.assert_close(given.out, expected.out)
+                if need_weights:
+                    torch.testing.assert_close(given.weights, expected.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", COMPILED)
 def test_many_shapes(variant):
     for number in range(9):
         attention = build(variant, num_heads=1 + number % 4, head_dim=2 + number)
@@ -70,6 +86,23 @@ def test_training_through_a_layer(variant):
             out = each(x, mask=Mask(causal=True))
             out.square().sum().backward()
             results.append([out.detach(), *(parameter.grad.clone() for parameter in layer.parameters())])
+        for given, expected in zip(*results, strict=True):
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own, while it is imported
+@pytest.mark.parametrize("variant", COMPILED)
+def test_with_inductor(variant):
+    attention = build(variant, num_heads=2, head_dim=4)
+    compiled = torch.compile(attention, fullgraph=True, isolate_recompiles=True)
+    for L in (5, 70):
+        q = torch.randn(2, 2, L, 4, requires_grad=True)
+        mask = Mask(True, torch.rand(2, L) < 0.8)
+        results = []
+        for each in (attention, compiled):
+            out = each(q, q, q, mask).out
+            results.append((out, *torch.autograd.grad(out.square().sum(), q)))
         for given, expected in zip(*results, strict=True):
             torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
 

@@ -260,17 +260,6 @@ def test_autocast_narrows_the_projections_only(variant, config, dtype, monkeypat
         torch.testing.assert_close(out.float(), module(x, mask=Mask(causal=True)), rtol=20 * tolerance, atol=10 * tolerance)
 
 
-def test_compiles_whole():
-    # Every variant by itself compiles in test_attention.py; what the layer adds is the same for all.
-    module = layer(num_kv_heads=2, rotary=True).eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for length in (5, 8):
-        x = tokens(length, dtype=torch.float32)
-        torch.testing.assert_close(compiled(x, mask=Mask(causal=True)), module(x, mask=Mask(causal=True)))
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("length", [0, 1])
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_empty_and_single(batch, length):
