@@ -25,8 +25,9 @@ def window_is_exact(subject: Subject) -> None:
         run = _run_around_own_key(ahead)
         name = f"{'causal' if causal else 'two-sided'}, window {window}"
         # Keys apart from the run around the query may be global tokens, or those of a pattern with holes.
-        if run - allowed or (run and run != allowed and ahead & allowed == run):
-            seen = f"{len(run)} keys, {_span(run)}"
+        without_itself = not run and allowed - {0} and allowed - {0} <= ahead
+        if without_itself or run - allowed or (run and run != allowed and ahead & allowed == run):
+            seen = "all but itself" if without_itself else f"{len(run)} keys, {_span(run)}"
             raise ViolationError(f"{name}: row {row} attends {seen}; right are {len(allowed)}, {_span(allowed)}")
 
 

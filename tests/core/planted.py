@@ -446,6 +446,15 @@ class WindowOnTheOtherSide(Windowed):
 
 
 @caught_by("window_is_exact")
+class WindowWithoutItself(Windowed):
+    spec = Spec(**{**CLAIMS, "cross": False, "convex": False}, positional=True)
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        L, S = q.shape[-2], k.shape[-2]
+        return super().visible(q, k, mask) & ~torch.eye(S, dtype=torch.bool, device=q.device)[S - L :]
+
+
+@caught_by("window_is_exact")
 class WindowOnEachSide(Windowed):
     def bounds(self, causal: bool) -> tuple[int, int]:
         return (self.config.window - 1, 0) if causal else (self.config.window // 2, self.config.window // 2)
