@@ -99,7 +99,8 @@ class Mask:
         visible = parts[0]
         for part in parts[1:]:
             visible = visible & part
-        return visible
+        # Pairs may have one column for all keys; whoever counts, pads or cuts keys must find all of them.
+        return visible.expand(*visible.shape[:-1], S)
 
     def seen_keys(self, L: int, S: int, device: torch.device | str | None = None) -> Tensor | None:
         """Keys that at least one query of their batch row may see: bool (B or 1, S); None where all are.

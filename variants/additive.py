@@ -32,7 +32,7 @@ class Additive(Attention):
     class Config(AttentionConfig):
         """hidden_dim: width of the network that scores a pair."""
 
-        hidden_dim: int = tunable(32, low=8, high=64, log=True, ge=1)
+        hidden_dim: int = tunable(32, low=8, high=32, log=True, ge=1)
 
     def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
         super().__init__(num_heads, head_dim, config)

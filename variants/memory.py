@@ -55,7 +55,7 @@ class Memory(Attention):
         L, S, slots = q.shape[-2], k.shape[-2], self.config.num_slots
         keys, values = (self._beside(x, slot) for x, slot in ((k, self.keys), (v, self.values)))
         visible = mask.visible(L, S, q.device)
-        beside = None if visible is None else F.pad(visible.expand(*visible.shape[:-1], S), (slots, 0), value=True)
+        beside = None if visible is None else F.pad(visible, (slots, 0), value=True)
         if need_weights:
             self.backend_used, weights = "math", masked_softmax(scaled_scores(q, keys, self.config.temperature), beside)
             out = average(weights, values)

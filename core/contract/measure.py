@@ -76,13 +76,12 @@ class Cost(TorchDispatchMode):
 
 
 def reach(
-    module: Attention, subject: Subject, causal: bool, scales: Sequence[float], L: int = LENGTH
-) -> tuple[int, dict[str, Tensor]]:
-    """The row that was probed, and for k and v which keys its output depends on, by gradient: bool (B, H, S) each.
+    module: Attention, subject: Subject, causal: bool, row: int, scales: Sequence[float], L: int = LENGTH
+) -> dict[str, Tensor]:
+    """For k and v, which keys the output of a row depends on, by gradient: bool (B, H, S) each.
 
-    The last row under causality, else the middle one. For inputs whose q and k are normal numbers times each scale, together.
+    For inputs whose q and k are normal numbers times each scale, together.
     """
-    row = L - 1 if causal else L // 2
     found: dict[str, Tensor] = {}
     for scale in scales:
         q, k, v = leaves(*(x * size for x, size in zip(subject.qkv(B=2, L=L), (scale, scale, 1.0), strict=True)))
@@ -90,7 +89,7 @@ def reach(
         for which, grad in zip("qkv", gradients(out, (q, k, v), subject.draw(*out.shape)), strict=True):
             touched = (grad != 0).any(-1)
             found[which] = touched | found[which] if which in found else touched
-    return row, found
+    return found
 
 
 def density(module: Attention, subject: Subject, causal: bool, L: int = LENGTH) -> float | None:
@@ -108,9 +107,10 @@ def growth(subject: Subject) -> dict[str, tuple[float, float]]:
     """Elements written, peak bytes and seconds of forward and backward, at SHORT and 4 SHORT."""
     causal = subject.spec.causal
     found: dict[str, list[float]] = {"written": [], "peak": [], "seconds": []}
-    module = subject.module(H=1, D=HEAD_DIM, dtype=torch.float32)
+    H = subject.fewest_heads
+    module = subject.module(H, HEAD_DIM, dtype=torch.float32)
     for L in (SHORT, 4 * SHORT):
-        inputs = leaves(*subject.qkv(B=1, H=1, L=L, D=HEAD_DIM, Dv=HEAD_DIM, dtype=torch.float32))
+        inputs = leaves(*subject.qkv(B=1, H=H, L=L, D=HEAD_DIM, Dv=HEAD_DIM, dtype=torch.float32))
 
         def step() -> None:
             module(*inputs, Mask(causal)).out.sum().backward()  # noqa: B023

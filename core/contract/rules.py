@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from core.contract import rules_devices, rules_inputs, rules_masks, rules_measured, rules_numbers, rules_state, rules_values
+from core.contract import (
+    rules_devices,
+    rules_inputs,
+    rules_masks,
+    rules_measured,
+    rules_numbers,
+    rules_rows,
+    rules_state,
+    rules_values,
+)
 from core.contract.subject import Subject
 
 Rule = Callable[[Subject], None]
@@ -32,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     rules_measured.window_is_exact,
     # values: what the result is, and that every path gives the same
     rules_values.batch_independence,
+    rules_rows.rows_stand_alone,
     rules_values.weights_match_output,
     rules_values.fast_path_equals_plain,
     rules_values.equals_standard,
@@ -44,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     rules_numbers.low_precision_is_close,
     # state: calls, copies, decoding
     rules_state.evaluation_is_deterministic,
+    rules_state.same_in_every_mode,
     rules_state.module_copies,
     rules_state.decode_equals_forward,
     # costs: what is claimed against what is measured

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from core.contract.devices import OneDevice, fake_cuda, unreadable
+from core.contract.devices import OneDevice, fake_cuda, names_devices
 from core.contract.subject import NotClaimedError, Subject, demand, leaves, near
 from core.mask import Mask
+from core.registry import make_config
 
 
 def follows_device(subject: Subject) -> None:
     """Every tensor is on the device of the inputs: on `meta`, forward and backward, and on fake or real CUDA."""
+    if not subject.first and not _other_choices(subject):
+        raise NotClaimedError("run at the first settings, and at other choices: numbers do not matter here")
     # A mechanism that must read data (`.item()`) cannot run where there is none.
     ran = [_where_no_data(subject, "meta"), _where_no_data(subject, "fake cuda")]
     if torch.cuda.is_available():
         _on_device(subject, "cuda")
         ran.append(True)
     if not any(ran):
-        raise NotClaimedError("it reads values in its forward, and there is no CUDA device to run it on")
+        raise NotClaimedError("it does not run where there is no data, and there is no CUDA device to run it on")
+
+
+def _other_choices(subject: Subject) -> bool:
+    """Whether a setting that is no number differs from its default."""
+    default = make_config(subject.variant, {}).model_dump()
+    here = subject.config.model_dump()
+    return any(here[name] != value for name, value in default.items() if isinstance(value, (str, bool, type(None))))
 
 
 def _where_no_data(subject: Subject, device: str) -> bool:
@@ -26,8 +36,8 @@ def _where_no_data(subject: Subject, device: str) -> bool:
             _on_device(subject, "meta")
         else:
             _on_fake_cuda(subject)
-    except (RuntimeError, NotImplementedError) as error:
-        if not unreadable(error):
+    except Exception as error:
+        if names_devices(error):
             raise
         return False
     return True
@@ -35,9 +45,10 @@ def _where_no_data(subject: Subject, device: str) -> bool:
 
 def _on_device(subject: Subject, device: str) -> None:
     module, there = (subject.module(dtype=torch.float32) for _ in range(2))
-    there.to(device)
     spec = subject.spec
     inputs = subject.qkv(dtype=torch.float32)
+    there(*inputs)  # what a call leaves behind must not stay where it was
+    there.to(device)
     masks = subject.masks(3, 4, 7, 7)
     for name, mask in (masks[0], masks[-1]):
         keys, pairs = (None if part is None else part.to(device) for part in (mask.keys, mask.pairs))
@@ -55,7 +66,8 @@ def _on_device(subject: Subject, device: str) -> None:
     if spec.decode and spec.causal:
         q, k, v = (x[:, :, :3].to(device) for x in inputs)
         with OneDevice(device):
-            state = there.step(q, k, v, None)[1]
+            prompt = torch.ones(3, 3, dtype=torch.bool, device=device) if spec.padding else None
+            state = there.step(q, k, v, None, prompt)[1]
             demand(there.step(q, k, v, state)[0].device.type == device, f"step leaves the device {device}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from core.contract.subject import NotClaimedError, Subject, demand, gradients, leaves, near, same_gradients
+from core.contract.subject import NotClaimedError, Subject, demand, leaves, near, same_gradients
 from core.mask import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +42,9 @@ def shapes_and_dtypes(subject: Subject) -> None:
                 )
                 demand(weights.is_floating_point(), f"weights are {weights.dtype}")
                 demand(bool(S) or not out.any(), "out is not 0 although there is no key")
+    for D in (7, 1):  # served, or refused as bad input
+        with contextlib.suppress(ValueError):
+            subject.module(D=D)(*subject.qkv(D=D))
     for B, L in ((0, 7), (3, 0)):
         q, k, v = subject.qkv(B, L=L)
         out = subject.module()(q, k, v).out
@@ -50,14 +54,24 @@ def shapes_and_dtypes(subject: Subject) -> None:
 def heads_are_interleaved(subject: Subject) -> None:
     """Query head h uses key/value head h // (H / Hkv): equal to expanding k and v by hand, in values and gradients."""
     for H, Hkv in ((4, 2), (6, 3), (4, 1)):
-        module = subject.module(H)
+        try:
+            module = subject.module(H)
+        except ValueError:  # a number of heads that this mechanism refuses
+            continue
         owner = torch.tensor([h // (H // Hkv) for h in range(H)])
-        for name, mask in subject.masks(3, H, 7, 7):
-            q, k, v = leaves(*subject.qkv(H=H, Hkv=Hkv))
+        masks = subject.masks(3, H, 7, 7)
+        cases = [(7, name, mask) for name, mask in (masks if (H, Hkv) == (4, 2) else [masks[0], masks[-1]])]
+        cases += [(100, f"{name}, L 100", mask) for name, mask in subject.masks(3, H, 100, 100)[:1] if (H, Hkv) == (4, 2)]
+        for L, name, mask in cases:
+            # Heads beside each other in memory, as the projections of a layer leave them.
+            laid = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in subject.qkv(H=H, Hkv=Hkv, L=L))
+            q, k, v = (x.detach().requires_grad_() for x in laid)
             direction = subject.draw(*q.shape[:3], v.shape[-1])
             for need_weights in (False, True):
-                got = module(q, k, v, mask, need_weights).out
-                want = module(q, k[:, owner], v[:, owner], mask, need_weights).out
+                got, weights = module(q, k, v, mask, need_weights)
+                want, expected = module(q, k[:, owner], v[:, owner], mask, need_weights)
+                if weights is not None and expected is not None:
+                    near(weights, expected, f"{name}: weights with {Hkv} key/value heads")
                 near(got, want, f"{name}: out with {Hkv} key/value heads, against head h // {H // Hkv}")
                 same_gradients(got, want, {"q": q, "k": k, "v": v}, direction, name, f"with {Hkv} key/value heads")
 
@@ -113,9 +127,17 @@ def bad_input_is_refused(subject: Subject) -> None:
         cases.append(("pairs (2, 1, 7, 7) for a batch of 3", (q, k, v), Mask(pairs=torch.ones(2, 1, 7, 7).bool())))
     for what, (a, b, c), mask in cases:
         _refused(module, what, lambda a=a, b=b, c=c, mask=mask: module(a, b, c, mask))  # type: ignore[misc]
+    settings = [("temperature", -1.0)] if "temperature" in subject.variant.Config.model_fields else []
+    for name, value in [*settings, ("a_setting_that_does_not_exist", 1)]:
+        try:
+            subject.exactly({name: value})
+        except ValueError:
+            continue
+        demand(False, f"the setting {name}={value} is accepted")
     _refused(module, "a bare tensor as mask", lambda: module(q, k, v, torch.ones(7, 7, dtype=torch.bool)))
     if subject.spec.decode:
         _refused(module, "a step of 7 queries and 6 keys", lambda: module.step(q, k[:, :, :6], v[:, :, :6], None))
+        _refused(module, "a step with k in another dtype", lambda: module.step(q, k.float(), v, None))
 
 
 def _refused(module: torch.nn.Module, what: str, call: Callable[[], object]) -> None:
@@ -150,7 +172,10 @@ def inputs_unchanged(subject: Subject) -> None:
             # Non-leaf views, since a change in place of a leaf would raise instead of being seen.
             q, k, v = (part.view_as(part) for part in parts)
             out = module(q, k, v, mask, need_weights).out
-            gradients(out, parts, torch.ones_like(out))
+            incoming = torch.ones_like(out)
+            if out.requires_grad:
+                torch.autograd.grad(out, parts, incoming, allow_unused=True)
+            demand(bool((incoming == 1).all()), f"{name}: backward modifies the gradient that it is given")
             with torch.no_grad():
                 module(*parts, mask, need_weights)
             for which, tensor in before.items():

@@ -28,8 +28,8 @@ LEARNED = 1e-5  # a learned temperature starts at a value rounded to float32
 def batch_independence(subject: Subject) -> None:
     """A batch row alone gives what it gives in the batch, also in training, and reordering the batch reorders the result."""
     module = subject.module()
-    B, H, L = 3, 4, 7
-    order = torch.tensor([2, 0, 1])
+    B, H, L = 9, 4, 7
+    order = torch.tensor([2, 0, 1, 8, 7, 3, 4, 6, 5])
     masks = subject.masks(B, H, L, L)
     cases = [(name, mask, need_weights, False) for name, mask in masks for need_weights in (False, True)]
     for name, mask, need_weights, training in [*cases, (f"{masks[0][0]}, in training", masks[0][1], False, True)]:
@@ -39,7 +39,7 @@ def batch_independence(subject: Subject) -> None:
         before = torch.get_rng_state()
         out, weights = module(q, k, v, mask, need_weights)
         if torch.equal(before, torch.get_rng_state()):  # what is drawn in training differs from batch to batch
-            for what, rows in [(f"batch row {b} alone", torch.tensor([b])) for b in range(B)] + [("reordered", order)]:
+            for what, rows in [(f"batch row {b} alone", torch.tensor([b])) for b in (0, 1, 2, 8)] + [("reordered", order)]:
                 got = module(q[rows], k[rows], v[rows], _batch_rows(mask, rows), need_weights)
                 near(got.out, out[rows], f"{name}, {what}: out")
                 if got.weights is not None and weights is not None:
@@ -55,9 +55,15 @@ def _batch_rows(mask: Mask, rows: Tensor) -> Mask:
 def weights_match_output(subject: Subject) -> None:
     """convex: weights @ v is out, rows sum to 1, hidden weights are 0, and gradients go through the weights."""
     claim(subject.spec.convex, "convex")
-    B, H, L = 3, 4, 7
+    B, H = 3, 4
     module = subject.module()
-    for name, mask in subject.masks(B, H, L, L):
+    q, k, v = subject.qkv(B, H, Dv=8)
+    columns = subject.value_dim
+    near(module(q, k, v).out[..., :columns], module(q, k, v[..., :columns]).out, "out with values as wide as keys, by column")
+    cases = [(B, 7, name, mask) for name, mask in subject.masks(B, H, 7, 7)]
+    for L in (129, 257):
+        cases += [(1, L, f"{name}, L {L}", mask) for name, mask in subject.masks(1, H, L, L)[-1:]]
+    for B, L, name, mask in cases:
         q, k, v = leaves(*subject.qkv(B, H, L=L))
         out, weights = module(q, k, v, mask, True)
         demand(weights is not None, f"{name}: weights are None")
@@ -76,21 +82,22 @@ def weights_match_output(subject: Subject) -> None:
         same_gradients(through, out, inputs, direction, name, "through the weights against that of out")
 
 
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300)  # around the sizes of blocks
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 256, 300)  # around the sizes of blocks
 UNEQUAL = ((1, 129), (65, 129), (129, 65), (3, 64))
 
 
 def fast_path_equals_plain(subject: Subject) -> None:
     """out and gradients without weights equal those with, for every mask and at lengths around block sizes."""
-    modules = {H: subject.module(H) for H in (1, 2)}
+    few = subject.fewest_heads
+    modules = {H: subject.module(H) for H in {few, max(few, 2)}}
     cases = [(3, 7, 7), (3, 5, 8), (3, 8, 5)]
     cases += [(1, length, length) for length in LENGTHS] + [(1, L, S) for L, S in UNEQUAL]
     for B, L, S in cases:
-        H = 1 if max(L, S) > 100 else 2
+        H = few if max(L, S) > 100 else max(few, 2)
         module, masks = modules[H], subject.masks(B, H, L, S)
-        if H == 1:  # long ones cost most: without a mask, and with every part at once
+        if max(L, S) > 100:  # long ones cost most: without a mask, and with every part at once, causal or not in turn
             free = [pair for pair in masks if not pair[1].causal]
-            masks = [*masks[:1], *free[1:][-1:], *masks[max(len(free), 1) :][-1:]]
+            masks = [*masks[:1], *(free[1:] if L % 2 else masks[max(len(free), 1) :])[-1:]]
         for name, mask in masks:
             q, k, v = leaves(*subject.qkv(B, H, L=L, S=S))
             fast, plain = module(q, k, v, mask).out, module(q, k, v, mask, True).out
@@ -105,7 +112,15 @@ def equals_standard(subject: Subject) -> None:
     limit = subject.spec.equals_standard_when
     claim(limit is not None, "equals_standard_when")
     assert limit is not None
-    _compare(subject, subject.module(config=subject.with_settings(limit), trained=False), 1.0, "")
+    config = subject.with_settings(limit)
+    _compare(subject, subject.module(config=config, trained=False), 1.0, "")
+    for H, D in ((1, 8), (2, 7), (2, 12)):  # a single head, odd channels, values as wide as keys
+        try:
+            module = subject.module(H, D, config=config, trained=False)
+        except ValueError:
+            continue
+        q, k, v = subject.qkv(2, H, L=9, D=D, Dv=D)
+        near(module(q, k, v).out, reference(q, k, v, Mask()).out, f"H {H}, D {D}, Dv {D}: out against standard")
 
 
 def temperature_divides_scores(subject: Subject) -> None:
@@ -116,28 +131,47 @@ def temperature_divides_scores(subject: Subject) -> None:
     tried = False
     for temperature in (0.5, 2.5):
         with contextlib.suppress(ConfigError):
-            modules = [
+            warm, plain = (
                 subject.module(config=subject.exactly({"temperature": value}), trained=False) for value in (temperature, 1.0)
-            ]
-            tried = True
+            )
             q, k, v = subject.qkv()
-            for need_weights in (False, True):
-                got, want = modules[0](q, k, v, None, need_weights), modules[1](q / temperature, k, v, None, need_weights)
-                near(got.out, want.out, f"temperature {temperature}: out against that of q / {temperature}", LEARNED)
+            if _softmax_of_products(plain, q, k, v):
+                tried = True
+                for need_weights in (False, True):
+                    got, want = warm(q, k, v, None, need_weights), plain(q / temperature, k, v, None, need_weights)
+                    near(got.out, want.out, f"temperature {temperature}: out against that of q / {temperature}", LEARNED)
         if limit is not None:
             with contextlib.suppress(ConfigError):
                 module = subject.module(config=subject.with_settings({**limit, "temperature": temperature}), trained=False)
                 tried = True
                 _compare(subject, module, temperature, f"temperature {temperature}, ")
     if not tried:
-        raise NotClaimedError("no other temperature goes with these settings")
+        raise NotClaimedError("no other temperature goes with these settings, or the weights are no softmax of products")
+
+
+def _softmax_of_products(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether doubling q doubles the logarithms of the weights, up to a constant of the row: then q / T is temperature T."""
+    logs = []
+    for size in (1.0, 2.0):
+        weights = module(size * q, k, v, None, True).weights
+        if weights is None:
+            return False
+        logs.append(torch.where(weights > 0, weights, 1.0).log())
+    some = (logs[0] != 0) & (logs[1] != 0)
+    single, double = (
+        (each - (each * some).sum(-1, keepdim=True) / some.sum(-1, keepdim=True).clamp(min=1)) * some for each in logs
+    )
+    return bool(((2 * single - double).abs() <= LEARNED).all())
 
 
 def _compare(subject: Subject, module: Attention, temperature: float, prefix: str) -> None:
-    for L, S in ((2, 2), (7, 7), (5, 9), (9, 5), (66, 66)):
+    for L, S in ((2, 2), (7, 7), (5, 9), (9, 5), (66, 66), (150, 150)):
         B = 3 if L < 10 else 1
-        for name, mask in subject.masks(B, 4, L, S):
+        masks = subject.masks(B, 4, L, S)
+        for name, mask in masks if L < 100 else masks[-1:]:
             q, k, v = leaves(*subject.qkv(B, L=L, S=S))
+            if L == 2:  # scores far from 0
+                q = (30 * q).detach().requires_grad_()
             wanted = reference(q, k, v, mask, temperature)
             for need_weights in (False, True):
                 got = module(q, k, v, mask, need_weights)
@@ -155,14 +189,17 @@ def keys_per_query(subject: Subject) -> None:
     field = subject.spec.keys_per_query
     claim(field is not None, "keys_per_query")
     assert field is not None
-    keep = int(getattr(subject.config, field))
+    keep = getattr(subject.config, field)
+    if not isinstance(keep, int):
+        raise NotClaimedError(f"{field} is {keep!r}")
     module = subject.module()
-    for L, S in ((7, 7), (5, 13), (3, 40)):
-        for name, mask in subject.masks(3, 4, L, S):
+    for L, S in ((7, 7), (5, 13), (3, 40), (2, 300)):
+        masks = subject.masks(3, 4, L, S)
+        for name, mask in masks if S < 100 else masks[-1:]:
             q, k, v = subject.qkv(L=L, S=S)
             _count(module, (q * subject.temperature, k, v), mask, keep, name)
             # One entry a key, a power of two, so that equal keys have equal scores to the last bit.
-            levels = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0], dtype=q.dtype).repeat(8)[:S]
+            levels = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0], dtype=q.dtype).repeat(60)[:S]
             tied = torch.zeros_like(k)
             tied[..., 0] = levels
             ahead = torch.zeros_like(q)

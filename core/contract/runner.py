@@ -6,13 +6,13 @@ import contextlib
 import math
 import random
 import traceback
+import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from core.attention import Attention, AttentionConfig
 from core.contract.report import Report, Result, settings_line
@@ -22,7 +22,7 @@ from core.errors import UnknownNameError
 from core.registry import get, make_config, reason, unknown_name
 
 LEAST = ("low", "drawn", "high")  # see choose_settings; more are drawn where a list of choices is longer, up to MOST_CONFIGS
-MOST_CONFIGS = 4
+MOST_CONFIGS = 6
 MOST_WHEN_SMALL = 6  # a window of 200 hides nothing among 9 keys
 
 
@@ -82,10 +82,12 @@ def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
     for number, kind in enumerate(kinds):
         for _ in range(20):  # settings chosen one by one may be refused together
             try:
-                configs.append(cls.Config(**choose_settings(cls, source, kind, number)))
-                break
-            except ValidationError:
+                config = cls.Config(**choose_settings(cls, source, kind, number))
+                cls(4, 8, config)
+            except ValueError:
                 continue
+            configs.append(config)
+            break
     unique: list[AttentionConfig] = []
     for config in configs:
         if config not in unique:
@@ -94,9 +96,16 @@ def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
 
 
 def searches(cls: type[Attention]) -> dict[str, Any]:
-    """The search range of every `tunable` field."""
-    extras = {name: field.json_schema_extra for name, field in cls.Config.model_fields.items()}
-    return {name: extra["search"] for name, extra in extras.items() if isinstance(extra, dict) and "search" in extra}
+    """The search range of every `tunable` field, and the choices of those that have few values by their type."""
+    found: dict[str, Any] = {}
+    for name, field in cls.Config.model_fields.items():
+        extra, kind = field.json_schema_extra, field.annotation
+        if isinstance(extra, dict) and "search" in extra:
+            found[name] = extra["search"]
+        elif kind is bool or typing.get_origin(kind) is typing.Literal:
+            values = [False, True] if kind is bool else list(typing.get_args(kind))
+            found[name] = {"choices": [field.default, *(value for value in values if value != field.default)]}
+    return found
 
 
 def choose_settings(cls: type[Attention], source: random.Random, kind: str, number: int) -> dict[str, Any]:

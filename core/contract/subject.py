@@ -66,10 +66,12 @@ def leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def gradients(output: Tensor, inputs: Sequence[Tensor], direction: Tensor) -> list[Tensor]:
     """d (output . direction) / d inputs, zeros where the output does not depend on an input."""
-    if not output.requires_grad:
+    asked = [one for one in inputs if one.requires_grad]  # a parameter may be frozen
+    if not output.requires_grad or not asked:
         return [torch.zeros_like(one) for one in inputs]
-    found = torch.autograd.grad((output * direction).sum(), list(inputs), retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
+    grads = torch.autograd.grad((output * direction).sum(), asked, retain_graph=True, allow_unused=True)
+    found = {id(one): grad for one, grad in zip(asked, grads, strict=True) if grad is not None}
+    return [found.get(id(one), torch.zeros_like(one)) for one in inputs]
 
 
 def same_gradients(got: Tensor, want: Tensor, inputs: dict[str, Tensor], direction: Tensor, where: str, against: str) -> None:
@@ -120,15 +122,16 @@ class Subject:
         self._value_dim: int | None = None
 
     def module(
-        self, H: int = 4, D: int = 8, dtype: torch.dtype = torch.float64, config: Any = None, trained: bool = True
+        self, H: int = 4, D: int = 8, dtype: torch.dtype = torch.float64, config: Any = None, trained: bool = True, shift: int = 0
     ) -> Attention:
         """A fresh module in evaluation mode; the same one each time for the same arguments."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.seed + shift)
         module = self.variant(H, D, self.config if config is None else config).eval()
         if trained:
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter.add_(torch.randn_like(parameter), alpha=TRAINED)
+                    if parameter.is_floating_point():
+                        parameter.add_(torch.randn_like(parameter), alpha=TRAINED)
         return module.to(dtype)
 
     def exactly(self, settings: dict[str, Any]) -> AttentionConfig:
@@ -149,7 +152,19 @@ class Subject:
     @property
     def temperature(self) -> float:
         """The config's temperature where it has one, else 1. Probes scale q by it where scores must stay moderate."""
-        return min(1.0, float(getattr(self.config, "temperature", 1.0)))
+        value = getattr(self.config, "temperature", 1.0)
+        return min(1.0, value) if isinstance(value, float) and value > 0 else 1.0
+
+    @property
+    def fewest_heads(self) -> int:
+        """1, or more where the variant refuses that: what costs most is probed on as few heads as there can be."""
+        for H in (1, 2):
+            try:
+                self.module(H)
+            except ValueError:
+                continue
+            return H
+        return 4
 
     @property
     def value_dim(self) -> int:

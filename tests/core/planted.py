@@ -357,7 +357,7 @@ class FiniteFill(Sound):
 
 
 caught_by("padding_equals_removal")(FiniteFill)
-caught_by("pairs_hide")(FiniteFill)
+caught_by("rows_stand_alone")(FiniteFill)
 
 
 class ZeroFill(Sound):
@@ -561,6 +561,55 @@ class WeightsAveragedOverHeads(Sound):
         return AttentionOutput(out, None if weights is None else weights.mean(1, keepdim=True).expand_as(weights))
 
 
+@caught_by("rows_stand_alone")
+class TransposesWhereSquare(Sound):
+    """Takes k for transposed already where S == D."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return super().scores(q, k.mT) if k.shape[-1] == k.shape[-2] else super().scores(q, k)
+
+
+@caught_by("rows_stand_alone")
+class CausalDropsPairs(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask(True) if mask.causal and mask.keys is None else mask)
+
+
+@caught_by("rows_stand_alone")
+class KeysAllTrueDropTheMask(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask() if mask.keys is not None and bool(mask.keys.all()) else mask)
+
+
+@caught_by("rows_stand_alone")
+class SingleQueryIgnoresMasks(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask() if q.shape[-2] == 1 < k.shape[-2] else mask)
+
+
+@caught_by("rows_stand_alone")
+class HeadsTakenForBatch(Sound):
+    """Padding laid on the heads where there are as many as batch rows."""
+
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        if mask.keys is None or len(q) != q.shape[1]:
+            return super().visible(q, k, mask)
+        return super().visible(q, k, Mask(mask.causal, None, mask.pairs)) & mask.keys[None, :, None, :]
+
+
+@caught_by("rows_stand_alone")
+class OnlineSoftmaxForgetsToRescale(Sound):
+    """Blocks of 128 keys, each with its own maximum; what was summed before is not brought to the new one."""
+
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        parts, lowest = [], torch.finfo(scores.dtype).min
+        for start in range(0, scores.shape[-1], 128):
+            block = scores[..., start : start + 128].masked_fill(~visible[..., start : start + 128], lowest)
+            parts.append((block - block.amax(-1, keepdim=True)).exp() * visible[..., start : start + 128])
+        whole = torch.cat(parts, -1)
+        return whole / whole.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
 @caught_by("weights_match_output")
 class WeightsBeforeSelection(SoundTopK):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
@@ -681,6 +730,57 @@ class WindowOneWider(Sound):
         L, S = q.shape[-2], k.shape[-2]
         ahead = torch.arange(S, device=q.device) - torch.arange(S - L, S, device=q.device)[:, None]
         return super().visible(q, k, mask) & (ahead >= -self.config.window) & (ahead <= 0)
+
+
+# modes
+
+
+@caught_by("same_in_every_mode")
+class ForgetsPaddingInTraining(Sound):
+    def visible(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        return super().visible(q, k, Mask(mask.causal, None, mask.pairs) if self.training else mask)
+
+
+@caught_by("same_in_every_mode")
+class DropsWeightsInTraining(Sound):
+    def weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().weigh(scores, visible), 0.1, self.training)
+
+
+@caught_by("same_in_every_mode")
+class FusedWithoutGradientsDropsPadding(Sound):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
+        if torch.is_grad_enabled() or need_weights or mask.pairs is not None or q.shape[-2] != k.shape[-2]:
+            return super().attend(q, k, v, mask, need_weights)
+        return AttentionOutput(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask.causal), None)
+
+
+@caught_by("same_in_every_mode")
+class RunsUnderAutocast(Sound):
+    """Leaves out what the base class does: autocast narrows the products."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, need_weights: bool = False) -> Any:
+        self._check(q, k, v, mask or Mask())
+        if not q.numel() or not k.shape[2]:
+            return super().forward(q, k, v, mask, need_weights)
+        k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+        return self.attend(q, k, v, mask or Mask(), need_weights)
+
+
+@caught_by("same_in_every_mode")
+class KeepsScaleWithoutGradients(Sound):
+    """What a call without gradients has computed from a parameter stays, also when the parameter has moved."""
+
+    def __init__(self, num_heads: int, head_dim: int, config: Any) -> None:
+        super().__init__(num_heads, head_dim, config)
+        self.growth = torch.nn.Parameter(torch.zeros(1))
+        self.kept: Tensor | None = None
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scale = self.growth.exp()
+        if not torch.is_grad_enabled():
+            self.kept = scale = scale if self.kept is None else self.kept
+        return super().scores(q, k) * scale
 
 
 # numbers

@@ -28,6 +28,7 @@ def test_house_variant_conforms(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("variant", [*core.names(), *SOUND], ids=str)
 def test_what_is_sound_is_not_accused_at_ten_seeds(variant: str | type[core.Attention]) -> None:
     report = check(variant, seeds=range(1, 11))
