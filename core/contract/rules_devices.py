@@ -7,13 +7,11 @@ import torch
 from core.contract.devices import OneDevice, fake_cuda, names_devices
 from core.contract.subject import NotClaimedError, Subject, demand, leaves, near
 from core.mask import Mask
-from core.registry import make_config
 
 
 def follows_device(subject: Subject) -> None:
     """Every tensor is on the device of the inputs: on `meta`, forward and backward, and on fake or real CUDA."""
-    if not subject.first and not _other_choices(subject):
-        raise NotClaimedError("run at the first settings, and at other choices: numbers do not matter here")
+    subject.numbers_do_not_matter()
     # A mechanism that must read data (`.item()`) cannot run where there is none.
     ran = [_where_no_data(subject, "meta"), _where_no_data(subject, "fake cuda")]
     if torch.cuda.is_available():
@@ -21,13 +19,6 @@ def follows_device(subject: Subject) -> None:
         ran.append(True)
     if not any(ran):
         raise NotClaimedError("it does not run where there is no data, and there is no CUDA device to run it on")
-
-
-def _other_choices(subject: Subject) -> bool:
-    """Whether a setting that is no number differs from its default."""
-    default = make_config(subject.variant, {}).model_dump()
-    here = subject.config.model_dump()
-    return any(here[name] != value for name, value in default.items() if isinstance(value, (str, bool, type(None))))
 
 
 def _where_no_data(subject: Subject, device: str) -> bool:

@@ -53,6 +53,7 @@ def shapes_and_dtypes(subject: Subject) -> None:
 
 def heads_are_interleaved(subject: Subject) -> None:
     """Query head h uses key/value head h // (H / Hkv): equal to expanding k and v by hand, in values and gradients."""
+    subject.numbers_do_not_matter()
     for H, Hkv in ((4, 2), (6, 3), (4, 1)):
         try:
             module = subject.module(H)
@@ -186,6 +187,7 @@ def inputs_unchanged(subject: Subject) -> None:
 
 def memory_layout(subject: Subject) -> None:
     """Transposed, expanded, strided and offset inputs and masks give what contiguous ones give."""
+    subject.numbers_do_not_matter()
     module = subject.module()
     B, H, L = 3, 4, 7
 

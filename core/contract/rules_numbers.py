@@ -22,7 +22,8 @@ def gradcheck_float64(subject: Subject) -> None:
         module = subject.module(H, D)
     except ValueError:  # a head dim that this mechanism refuses
         H, D, module = 4, 8, subject.module()
-    names = [name for name, _ in module.named_parameters()]
+    real = {name: parameter for name, parameter in module.named_parameters() if parameter.is_floating_point()}
+    names = list(real)
     for name, mask in subject.masks(2, H, 3, 3):
         for need_weights in (False, True):
 
@@ -34,7 +35,7 @@ def gradcheck_float64(subject: Subject) -> None:
             failures = []
             for _ in range(2):  # a kink of a mechanism that selects can spoil one point, not two
                 Dv = None if subject.value_dim != 8 else D
-                inputs = leaves(*subject.qkv(B=2, H=H, L=3, D=D, Dv=Dv), *module.parameters())
+                inputs = leaves(*subject.qkv(B=2, H=H, L=3, D=D, Dv=Dv), *real.values())
                 try:
                     torch.autograd.gradcheck(call, inputs, fast_mode=True, eps=1e-6, atol=1e-6, rtol=1e-5)
                     break
@@ -143,7 +144,7 @@ def low_precision_is_close(subject: Subject) -> None:
                     continue
                 bound = roundings * torch.finfo(dtype).eps * largest
                 name = f"{name}, L {L}: {dtype} against float64"
-                for need_weights in (False, True):
+                for need_weights in (False, True) if L == 7 or dtype == torch.float16 else (False,):
                     got = module(q, k, v, mask, need_weights).out.double()
                     near(*_but_near_ties(got, want), name, bound)
 

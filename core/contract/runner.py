@@ -6,7 +6,6 @@ import contextlib
 import math
 import random
 import traceback
-import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,16 +95,9 @@ def standard_configs(cls: type[Attention], seed: int) -> list[AttentionConfig]:
 
 
 def searches(cls: type[Attention]) -> dict[str, Any]:
-    """The search range of every `tunable` field, and the choices of those that have few values by their type."""
-    found: dict[str, Any] = {}
-    for name, field in cls.Config.model_fields.items():
-        extra, kind = field.json_schema_extra, field.annotation
-        if isinstance(extra, dict) and "search" in extra:
-            found[name] = extra["search"]
-        elif kind is bool or typing.get_origin(kind) is typing.Literal:
-            values = [False, True] if kind is bool else list(typing.get_args(kind))
-            found[name] = {"choices": [field.default, *(value for value in values if value != field.default)]}
-    return found
+    """The search range of every `tunable` field."""
+    extras = {name: field.json_schema_extra for name, field in cls.Config.model_fields.items()}
+    return {name: extra["search"] for name, extra in extras.items() if isinstance(extra, dict) and "search" in extra}
 
 
 def choose_settings(cls: type[Attention], source: random.Random, kind: str, number: int) -> dict[str, Any]:

@@ -142,6 +142,13 @@ class Subject:
         """
         return make_config(self.variant, {**self.config.model_dump(), **settings})
 
+    def numbers_do_not_matter(self) -> None:
+        """Leave the rule but at the first settings, and where a setting that is no number differs from its default."""
+        default, here = make_config(self.variant, {}).model_dump(), self.config.model_dump()
+        choices = [name for name, value in default.items() if isinstance(value, (str, bool, type(None)))]
+        if not self.first and all(here[name] == default[name] for name in choices):
+            raise NotClaimedError("run at the first settings, and at other choices: numbers do not matter here")
+
     def with_settings(self, settings: dict[str, Any]) -> AttentionConfig:
         """This config with other values for some settings; the default with them where the two do not go together."""
         try:
