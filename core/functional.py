@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from core.mask import Mask
+
+SCORES = 2**20  # that a mechanism holds at a time where it takes queries in chunks: 4 MiB in float32
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +56,11 @@ def both_visible(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a & b
 
 
+def window_sides(window: int, causal: bool) -> tuple[int, int]:
+    """How many keys a window of `window` keys holds before and after its query's own."""
+    return (window - 1, 0) if causal else ((window - 1) // 2, window // 2)
+
+
 def window_visible(L: int, S: int, window: int, causal: bool, device: torch.device, num_global: int = 0) -> Tensor:
     """A sliding window of exactly `window` keys, the query's own included, and leading global tokens: bool (L, S).
 
@@ -58,8 +69,8 @@ def window_visible(L: int, S: int, window: int, causal: bool, device: torch.devi
     """
     position = torch.arange(S - L, S, device=device).unsqueeze(1)
     ahead = torch.arange(S, device=device) - position
-    left = window - 1 if causal else (window - 1) // 2
-    near = (ahead >= -left) & (ahead <= (0 if causal else window // 2))
+    left, right = window_sides(window, causal)
+    near = (ahead >= -left) & (ahead <= right)
     if num_global == 0:
         return near
     return near | (torch.arange(S, device=device) < num_global) | (position < num_global)
@@ -70,3 +81,50 @@ def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
     if 0 < length <= size:  # said apart, so that a compiler need not fix the length
         return iter([(0, length)])
     return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+class Chunk(NamedTuple):
+    """Queries start..stop of a call, the keys 0..limit that causality leaves them, and what they see of those.
+
+    visible is bool, broadcastable to (B, H, stop - start, limit); None where nothing is hidden.
+    """
+
+    start: int
+    stop: int
+    limit: int
+    visible: Tensor | None
+
+
+def query_chunks(q: Tensor, S: int, mask: Mask, rows: int) -> Iterator[Chunk]:
+    """Chunks of at most `rows` queries that cover q (B, H, L, D); under causality the earlier ones have fewer keys."""
+    L = q.shape[-2]
+    for start, stop in chunks(L, rows):
+        limit = min(max(stop + S - L, 1), S) if mask.causal and stop < L else S
+        visible = mask.visible(L, S, q.device, (start, stop))
+        yield Chunk(start, stop, limit, None if visible is None else visible[..., :limit])
+
+
+def rows_within(bound: int, q: Tensor, S: int) -> int:
+    """How many queries at a time have at most `bound` scores with S keys; at least one."""
+    return max(bound // max(q.shape[0] * q.shape[1] * S, 1), 1)
+
+
+def in_chunks(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: int
+) -> Tensor:
+    """attend(q, k, v, visible) for `rows` queries at a time, so that no L x S tensor is alive.
+
+    Of more than one chunk nothing but the inputs is kept: backward computes each again.
+
+    Args:
+        attend: (B, H, rows, D), (B, H, keys, D), (B, H, keys, Dv) and a visibility -> (B, H, rows, Dv). Nothing random.
+        q, k, v: (B, H, L, D), (B, H, S, D), (B, H, S, Dv).
+    """
+    if 0 < q.shape[-2] <= rows:
+        return attend(q, k, v, mask.visible(q.shape[-2], k.shape[-2], q.device))
+    outs = []
+    # Split, not sliced: the gradient of each slice would be a tensor as long as the whole.
+    for part, chunk in zip(q.split(rows, dim=-2), query_chunks(q, k.shape[-2], mask, rows), strict=True):
+        inputs = part, k[..., : chunk.limit, :], v[..., : chunk.limit, :], chunk.visible
+        outs.append(checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outs, dim=-2)

@@ -3,8 +3,7 @@
     out = softmax(e) v,    e_ij = w . tanh(W_q q_i + W_k k_j),    W_q, W_k (D, hidden_dim) and w (hidden_dim) learned by each head
 
 Paper   Bahdanau et al. 2014, arXiv:1409.0473. Differs: several heads, on projected queries and keys.
-Time    O(L S hidden_dim)      Memory  O(L); at most FEATURES sums under the tanh at a time (or those of one query), computed
-        again in backward
+Time    O(L S hidden_dim)      Memory  O(L), and FEATURES sums under the tanh at a time (or those of one query)
 Masks   all.          Never equals `standard`.
 """
 
@@ -14,11 +13,11 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import accumulate_dtype, average, chunks, masked_softmax
+from core.functional import accumulate_dtype, average, in_chunks, masked_softmax, query_chunks, rows_within
 
 FEATURES = 2**22  # 16 MiB in float32
 
@@ -42,20 +41,24 @@ class Additive(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         self.backend_used = "math"
-        (B, H, L, _), S, dtype = q.shape, k.shape[-2], accumulate_dtype(q.dtype)
+        dtype, S = accumulate_dtype(q.dtype), k.shape[-2]
         queries, keys = q.to(dtype) @ self.query.to(dtype), k.to(dtype) @ self.key.to(dtype)
-        rows = max(FEATURES // (B * H * S * self.config.hidden_dim), 1)
-        outs, weights = [], []
-        for start, stop in chunks(L, rows):
-            visible = mask.visible(L, S, q.device, (start, stop))
-            # The features of a chunk are many times its weights, so backward computes them again.
-            inputs = queries[:, :, start:stop], keys, visible
-            part = checkpoint(self._weigh, *inputs, use_reentrant=False, preserve_rng_state=False)
-            outs.append(average(part, v))
-            weights.append(part)
-        return AttentionOutput(torch.cat(outs, 2), torch.cat(weights, 2).to(q.dtype) if need_weights else None)
+        rows = rows_within(FEATURES // self.config.hidden_dim, q, S)
+        if not need_weights:
+            return AttentionOutput(in_chunks(self._attend, queries, keys, v, mask, rows), None)
+        if torch.is_grad_enabled():
+            weights = self._weigh(queries, keys, mask.visible(q.shape[-2], S, q.device))
+        else:  # whoever only looks at the weights need not hold the features of all of them
+            parts = query_chunks(q, S, mask, rows)
+            weights = torch.cat(
+                [F.pad(self._weigh(queries[:, :, a:b], keys[:, :, :end], seen), (0, S - end)) for a, b, end, seen in parts], 2
+            )
+        return AttentionOutput(average(weights, v), weights.to(q.dtype))
+
+    def _attend(self, queries: Tensor, keys: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        return average(self._weigh(queries, keys, visible), v)
 
     def _weigh(self, queries: Tensor, keys: Tensor, visible: Tensor | None) -> Tensor:
-        features = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).tanh()  # (B, H, rows, S, hidden_dim)
+        features = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).tanh()  # (B, H, rows, keys, hidden_dim)
         scores = (features @ self.score.to(features.dtype).unsqueeze(1)).squeeze(-1)
         return masked_softmax(scores, visible)

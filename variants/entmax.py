@@ -6,7 +6,8 @@ tau is what makes a row sum to 1. alpha 1 is softmax, 2 is sparsemax. A learned 
 it starts at `alpha`.
 
 Paper   Correia et al. 2019, arXiv:1909.00015; the `entmax` package computes it (`pip install 'attention-experiments[entmax]'`).
-Time    O(L S D), bisection O(L S) up to 46 times but at 1.5 and 2, where it is O(L S log S)      Memory  O(L S)
+Time    O(L S D), bisection O(L S) up to 46 times but at 1.5 and 2, where it is O(L S log S)
+Memory  O(L), and SCORES scores at a time (or those of one query)
 Masks   all.          Equals `standard` at alpha = 1. Not for torch.compile.
 """
 
@@ -20,7 +21,15 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import accumulate_dtype, average, masked_softmax, scaled_scores
+from core.functional import (
+    SCORES,
+    accumulate_dtype,
+    average,
+    in_chunks,
+    masked_softmax,
+    rows_within,
+    scaled_scores,
+)
 from core.registry import require
 
 entmax = require("entmax", extra="entmax")
@@ -34,7 +43,7 @@ class Entmax(Attention):
 
     spec = Spec(
         causal=True, padding=True, pairs=True, cross=True, decode=True, convex=True,
-        equals_standard_when={"alpha": 1.0, "learn": "none"}, time=2, memory=2,
+        equals_standard_when={"alpha": 1.0, "learn": "none"}, time=2, memory=1,
     )  # fmt: skip
 
     class Config(AttentionConfig):
@@ -63,12 +72,17 @@ class Entmax(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         self.backend_used = "math"
-        visible = mask.visible(q.shape[-2], k.shape[-2], q.device)
-        weights = self._weigh(scaled_scores(q, k), visible)
-        return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
+        S = k.shape[-2]
+        if not need_weights:
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows_within(SCORES, q, S)), None)
+        weights = self._weigh(q, k, mask.visible(q.shape[-2], S, q.device))
+        return AttentionOutput(average(weights, v), weights.to(q.dtype))
 
-    def _weigh(self, scores: Tensor, visible: Tensor | None) -> Tensor:
-        alpha = self.config.alpha
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        return average(self._weigh(q, k, visible), v)
+
+    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+        alpha, scores = self.config.alpha, scaled_scores(q, k)
         if alpha == 1.0:
             return masked_softmax(scores, visible)
         if visible is not None:  # a row without a visible key keeps its finite scores, and goes to 0 after

@@ -6,7 +6,7 @@ Query i stands at p = S-L+i. Causal: 0 <= p-j < window. Two-sided: -((window-1)/
 global token still sees only its past.
 
 Paper   Beltagy et al. 2020, arXiv:2004.05150. Differs: globals share the projections; one window for all heads.
-Time    O(L S D)      Memory  O(L S)
+Time    O(L (window + num_global) D)      Memory  O(L) beside a bounded number of scores
 Masks   all.          Equals `standard` at window >= 2 S.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, KeyValueState, Mask, Spec, register, tunable
-from core.backends import dense_attention
 from core.functional import average, both_visible, masked_softmax, scaled_scores, window_visible
+from core.windows import window_attention
 
 
 @register("local_global")
@@ -27,7 +27,7 @@ class LocalGlobal(Attention):
 
     spec = Spec(
         causal=True, padding=True, pairs=True, decode=True, positional=True, convex=True,
-        equals_standard_when={"window": 10**9, "temperature": 1.0}, time=2, memory=2,
+        equals_standard_when={"window": 10**9, "temperature": 1.0}, time=1, memory=1,
     )  # fmt: skip
 
     class Config(AttentionConfig):
@@ -39,11 +39,11 @@ class LocalGlobal(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         L, S, config = q.shape[-2], k.shape[-2], self.config
-        pattern = window_visible(L, S, config.window, mask.causal, q.device, config.num_global)
         if not need_weights:
-            out, self.backend_used = dense_attention(q, k, v, mask, temperature=config.temperature, pattern=pattern)
+            out, self.backend_used = window_attention(q, k, v, mask, config.window, config.num_global, config.temperature)
             return AttentionOutput(out, None)
         self.backend_used = "math"
+        pattern = window_visible(L, S, config.window, mask.causal, q.device, config.num_global)
         visible = both_visible(mask.visible(L, S, q.device), pattern)
         weights = masked_softmax(scaled_scores(q, k, config.temperature), visible)
         return AttentionOutput(average(weights, v), weights.to(q.dtype))

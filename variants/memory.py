@@ -7,7 +7,7 @@ count.
 
 Paper   Sukhbaatar et al. 2019, arXiv:1907.01470. Differs: no positions, and the slots are not scaled by sqrt(D) and
         sqrt(num_slots); the feed-forward layers stay.
-Time    O(L (S + num_slots) D)      Memory  O(L) with a fused kernel and no mask, else O(L S) of bool
+Time    O(L (S + num_slots) D)      Memory  O(L) with a fused kernel, which takes causality alone; else SCORES pairs at a time
 Masks   all.          Equals `standard` at num_slots = 0.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, ShapeError, Spec, register, tunable
 from core.backends import dense_attention
-from core.functional import average, masked_softmax, scaled_scores
+from core.functional import SCORES, average, in_chunks, masked_softmax, scaled_scores
 
 
 @register("memory")
@@ -31,7 +31,7 @@ class Memory(Attention):
 
     spec = Spec(
         causal=True, padding=True, pairs=True, cross=True, decode=True,
-        equals_standard_when={"num_slots": 0, "temperature": 1.0}, time=2, memory=2,
+        equals_standard_when={"num_slots": 0, "temperature": 1.0}, time=2, memory=1,
     )  # fmt: skip
 
     class Config(AttentionConfig):
@@ -53,22 +53,34 @@ class Memory(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         L, S, slots = q.shape[-2], k.shape[-2], self.config.num_slots
-        keys, values = (self._beside(x, slot) for x, slot in ((k, self.keys), (v, self.values)))
-        visible = mask.visible(L, S, q.device)
-        beside = None if visible is None else F.pad(visible, (slots, 0), value=True)
         if need_weights:
+            visible = mask.visible(L, S, q.device)
+            keys, values, beside = self._beside(k, self.keys), self._beside(v, self.values), _seen_beside(visible, slots)
             self.backend_used, weights = "math", masked_softmax(scaled_scores(q, keys, self.config.temperature), beside)
-            out = average(weights, values)
-        else:
-            pattern = Mask(pairs=beside)
-            out, self.backend_used = dense_attention(q, keys, values, pattern, temperature=self.config.temperature)
-            weights = None
-        if visible is not None:  # where the sequence shows nothing, the slots say nothing
-            empty = ~visible.any(-1, keepdim=True)
-            out = out.masked_fill(empty, 0.0)
-            weights = None if weights is None else weights.masked_fill(empty, 0.0)
-        return AttentionOutput(out, None if weights is None else weights[..., slots:].to(q.dtype))
+            empty = None if visible is None else ~visible.any(-1, keepdim=True)
+            out, weights = average(weights, values), weights[..., slots:].to(q.dtype)
+            if empty is not None:  # where the sequence shows nothing, the slots say nothing
+                out, weights = out.masked_fill(empty, 0.0), weights.masked_fill(empty, 0.0)
+            return AttentionOutput(out, weights)
+        if mask.causal and mask.keys is None and mask.pairs is None and L == S:
+            # With as many queries before the first the causal kernel shows every slot to all that count.
+            parts = F.pad(q, (0, 0, slots, 0)), self._beside(k, self.keys), self._beside(v, self.values)
+            out, self.backend_used = dense_attention(*parts, Mask(causal=True), temperature=self.config.temperature)
+            return AttentionOutput(out[:, :, slots:], None)
+        each = S * (1 if mask.pairs is None or mask.pairs.dim() == 2 else mask.pairs.shape[1])
+        rows = L if not (mask.causal or mask.keys is not None or mask.pairs is not None) else max(SCORES // (len(q) * each), 1)
+        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows), None)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        parts = q, self._beside(k, self.keys), self._beside(v, self.values)
+        seen = Mask(pairs=_seen_beside(visible, self.config.num_slots))
+        out, self.backend_used = dense_attention(*parts, seen, temperature=self.config.temperature)
+        return out if visible is None else out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
 
     def _beside(self, x: Tensor, slots: Tensor) -> Tensor:
         """Slots (H, num_slots, D) before x (B, H, S, D)."""
         return torch.cat([slots.to(x.dtype).expand(len(x), -1, -1, -1), x], dim=2)
+
+
+def _seen_beside(visible: Tensor | None, slots: int) -> Tensor | None:
+    return None if visible is None else F.pad(visible, (slots, 0), value=True)

@@ -3,18 +3,20 @@
     out = softmax(q k^T / sqrt(D)) v
 
 Paper   Vaswani et al. 2017, arXiv:1706.03762.
-Time    O(L S D)      Memory  O(L) with a fused kernel; `chunk_size` bounds it where none takes the mask
+Time    O(L S D)      Memory  O(L) with a fused kernel; `chunk_size` bounds it where none takes the mask, and
+        computes each chunk again in backward
 Masks   all.          Unscaled dot product: `temperature` at 1 / sqrt(D).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
 from core.backends import Backend, dense_attention
-from core.functional import average, chunks, masked_softmax, scaled_scores
+from core.functional import average, in_chunks, masked_softmax, query_chunks, scaled_scores
 
 
 @register("standard")
@@ -33,18 +35,22 @@ class Standard(Attention):
         chunk_size: int | None = tunable(None, choices=[None, 64, 256], ge=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
-        L, S = q.shape[-2], k.shape[-2]
+        S, rows = k.shape[-2], self.config.chunk_size
         if need_weights:
             self.backend_used = "math"
-            weights = masked_softmax(scaled_scores(q, k), mask.visible(L, S, q.device))
-            return AttentionOutput(average(weights, v), weights.to(q.dtype))
-        if self.config.chunk_size is None:
+            parts = query_chunks(q, S, mask, rows or q.shape[-2])
+            weights = [self._weigh(q[:, :, a:b], k[:, :, :end], seen, S) for a, b, end, seen in parts]
+            whole = torch.cat(weights, dim=-2) if len(weights) > 1 else weights[0]
+            return AttentionOutput(average(whole, v), whole.to(q.dtype))
+        if rows is None:
             out, self.backend_used = dense_attention(q, k, v, mask, backend=self.config.backend)
             return AttentionOutput(out, None)
-        outs = []
-        for start, stop in chunks(L, self.config.chunk_size):
-            # The causal offset of a chunk is that of the whole call, so the chunk gets its rows of the whole visibility.
-            rows = Mask(pairs=mask.visible(L, S, q.device, (start, stop)))
-            out, self.backend_used = dense_attention(q[..., start:stop, :], k, v, rows, backend=self.config.backend)
-            outs.append(out)
-        return AttentionOutput(torch.cat(outs, dim=-2), None)
+        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows), None)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        # The causal offset of a chunk is that of the whole call, so a chunk gets its rows of the whole visibility.
+        out, self.backend_used = dense_attention(q, k, v, Mask(pairs=visible), backend=self.config.backend)
+        return out
+
+    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None, S: int) -> Tensor:
+        return F.pad(masked_softmax(scaled_scores(q, k), visible), (0, S - k.shape[-2]))

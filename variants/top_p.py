@@ -4,7 +4,7 @@
 
 Paper   Holtzman et al. 2020, arXiv:1904.09751 (nucleus sampling), here as a selection of keys. Of equal weights the lowest index
         goes first; a mass within 1e-6 of `mass` has reached it, so that 9 equal keys of 10 are 0.9.
-Time    O(L S D + L S log S)      Memory  O(L S)
+Time    O(L S D + L S log S)      Memory  O(L), and SCORES scores at a time (or those of one query)
 Masks   all, applied BEFORE the selection.     Equals `standard` at mass = 1.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import average, both_visible, masked_softmax, scaled_scores
+from core.functional import SCORES, average, both_visible, in_chunks, masked_softmax, rows_within, scaled_scores
 
 ROUNDING = 1e-6
 
@@ -25,7 +25,7 @@ class TopP(Attention):
 
     spec = Spec(
         causal=True, padding=True, pairs=True, cross=True, decode=True, convex=True,
-        equals_standard_when={"mass": 1.0, "temperature": 1.0}, time=2, memory=2,
+        equals_standard_when={"mass": 1.0, "temperature": 1.0}, time=2, memory=1,
     )  # fmt: skip
 
     class Config(AttentionConfig):
@@ -36,12 +36,20 @@ class TopP(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         self.backend_used = "math"
-        visible = mask.visible(q.shape[-2], k.shape[-2], q.device)
+        S = k.shape[-2]
+        if not need_weights:
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows_within(SCORES, q, S)), None)
+        weights = self._weigh(q, k, mask.visible(q.shape[-2], S, q.device))
+        return AttentionOutput(average(weights, v), weights.to(q.dtype))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        return average(self._weigh(q, k, visible), v)
+
+    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
         scores = scaled_scores(q, k, self.config.temperature)
         if self.config.mass < 1.0:
             visible = both_visible(visible, self._select(masked_softmax(scores.detach(), visible)))
-        weights = masked_softmax(scores, visible)
-        return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
+        return masked_softmax(scores, visible)
 
     def _select(self, weights: Tensor) -> Tensor:
         """The fewest entries of each row that reach the mass, highest first and among equals the lowest index: bool."""

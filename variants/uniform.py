@@ -3,7 +3,7 @@
     out_i = mean of v_j over visible j
 
 Every comparison carries it: a mechanism that does not beat it has learned nothing from its scores.
-Time    O(L S D)      Memory  O(L S)
+Time    O(L S D)      Memory  O(L), and SCORES weights of a head at a time (or those of one query)
 Masks   all.          Equals `standard` with all scores equal.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from core import Attention, AttentionOutput, Mask, Spec, register
-from core.functional import accumulate_dtype, average, masked_softmax
+from core.functional import SCORES, accumulate_dtype, average, in_chunks, masked_softmax
 
 
 @register("uniform")
@@ -20,12 +20,19 @@ class Uniform(Attention):
     """out_i = mean of v_j over visible j."""
 
     spec = Spec(
-        causal=True, padding=True, pairs=True, cross=True, decode=True, convex=True, time=2, memory=2,
+        causal=True, padding=True, pairs=True, cross=True, decode=True, convex=True, time=2, memory=1,
     )  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         self.backend_used = "math"
         L, S = q.shape[-2], k.shape[-2]
-        scores = q.new_zeros(1, 1, L, S, dtype=accumulate_dtype(q.dtype))
-        weights = masked_softmax(scores, mask.visible(L, S, q.device)).expand(*q.shape[:-1], S)
-        return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
+        if not need_weights:
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, max(SCORES // S, 1)), None)
+        weights = self._weigh(q, k, mask.visible(L, S, q.device)).expand(*q.shape[:-1], S)
+        return AttentionOutput(average(weights, v), weights.to(q.dtype))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        return average(self._weigh(q, k, visible).expand(*q.shape[:-1], -1), v)
+
+    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+        return masked_softmax(q.new_zeros(1, 1, q.shape[-2], k.shape[-2], dtype=accumulate_dtype(q.dtype)), visible)

@@ -68,7 +68,11 @@ class _WithoutGuards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
-            return _index(args[0], args[1])
+            return _get(args[0], args[1])
+        if func is Tensor.__setitem__:
+            return _set(args[0], args[1], args[2])
+        if func is Tensor.copy_:
+            return torch.ops.aten.copy_.default(args[0], args[1])
         if func is Tensor.__invert__:
             return torch.bitwise_not(args[0])
         if getattr(func, "__module__", None) == "torch.nn.init":  # fills what has no data
@@ -76,13 +80,30 @@ class _WithoutGuards(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _index(x: Tensor, index: Any) -> Tensor:
+def _get(x: Tensor, index: Any) -> Tensor:
     """x[index], by operations."""
+    x, tensors = _view(x, index)
+    return torch.ops.aten.index.Tensor(x, tensors) if tensors else x
+
+
+def _set(x: Tensor, index: Any, value: Any) -> None:
+    """x[index] = value, by operations."""
+    x, tensors = _view(x, index)
+    given = value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype, device=x.device)
+    if tensors:
+        torch.ops.aten.index_put_.default(x, tensors, given.to(x.dtype))
+    else:
+        torch.ops.aten.copy_.default(x, given)
+
+
+def _view(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The part of x that slices and numbers in the index leave, and the tensors in the index by axis of it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(part.dim() if _is_bool(part) else part is not None and part is not Ellipsis for part in parts)
     rest = [slice(None)] * (x.dim() - taken)
     here = next((place for place, part in enumerate(parts) if part is Ellipsis), len(parts))
-    axis, tensors = 0, {}
+    axis = 0
+    tensors: dict[int, Tensor] = {}
     for part in [*parts[:here], *rest, *parts[here + 1 :]]:
         if part is None:
             x, axis = x.unsqueeze(axis), axis + 1
@@ -94,9 +115,7 @@ def _index(x: Tensor, index: Any) -> Tensor:
         else:
             tensors[axis] = part if isinstance(part, Tensor) else torch.tensor(part, device=x.device)
             axis += part.dim() if _is_bool(part) else 1
-    if tensors:
-        x = torch.ops.aten.index.Tensor(x, [tensors.get(place) for place in range(max(tensors) + 1)])
-    return x
+    return x, [tensors.get(place) for place in range(max(tensors) + 1)] if tensors else []
 
 
 def _is_bool(part: Any) -> bool:

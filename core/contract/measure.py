@@ -103,23 +103,23 @@ def density(module: Attention, subject: Subject, causal: bool, L: int = LENGTH) 
     return float((weights[visible] > 0).double().mean())
 
 
-def growth(subject: Subject) -> dict[str, tuple[float, float]]:
-    """Elements written, peak bytes and seconds of forward and backward, at SHORT and 4 SHORT."""
+def growth(subject: Subject, start: int = SHORT) -> dict[str, tuple[float, float]]:
+    """Elements written, peak bytes and seconds of forward and backward, at lengths `start` and 4 `start`."""
     causal = subject.spec.causal
     found: dict[str, list[float]] = {"written": [], "peak": [], "seconds": []}
     H = subject.fewest_heads
     module = subject.module(H, HEAD_DIM, dtype=torch.float32)
-    for L in (SHORT, 4 * SHORT):
+    for round_, L in enumerate((start, 4 * start)):
         inputs = leaves(*subject.qkv(B=1, H=H, L=L, D=HEAD_DIM, Dv=HEAD_DIM, dtype=torch.float32))
 
         def step() -> None:
             module(*inputs, Mask(causal)).out.sum().backward()  # noqa: B023
 
-        if L == SHORT:
+        if round_ == 0:
             step()  # from now on gradients are there, and nothing is loaded for the first time
-        start = time.perf_counter()
+        before = time.perf_counter()
         step()
-        found["seconds"].append(time.perf_counter() - start)
+        found["seconds"].append(time.perf_counter() - before)
         with Cost() as cost:
             step()
         found["written"].append(cost.written)

@@ -112,13 +112,16 @@ def _costs(subject: Subject) -> list[Measured]:
         grown = measure.growth(subject)
     except ValueError as error:  # longer than this mechanism serves
         return [Measured("costs", f"unknown: {error}")]
-    lengths = f"L {SHORT} to {4 * SHORT}"
     for what, key, claimed in (
         ("elements written", "written", subject.spec.time),
         ("peak bytes", "peak", subject.spec.memory),
     ):
-        short, long = grown[key]
+        (short, long), lengths = grown[key], f"L {SHORT} to {4 * SHORT}"
         found = measure.exponent(short, long)
+        if key == "peak" and claimed is not None and found > claimed + SLACK:
+            # A buffer of bounded size may still be filling up; what goes on growing is what the claim is about.
+            (short, long), lengths = measure.growth(subject, 4 * SHORT)[key], f"L {4 * SHORT} to {16 * SHORT}"
+            found = measure.exponent(short, long)
         fault = ""
         # A fixed part, such as a buffer for a chunk, keeps the peak from growing as claimed: that is no fault.
         if claimed is not None and (found > claimed + SLACK or (key == "written" and found < claimed - 2 * SLACK)):

@@ -30,13 +30,19 @@ class Counted:
         return graph.forward
 
 
+# Beside the defaults, those whose way depends on the length: windows shorter than the sequences.
+CASES = [(name, {}) for name in COMPILED] + [("local_global", {"window": 16}), ("local_global", {"window": 16, "num_global": 1})]
+
+
 # One process, no reset between the mechanisms: torch keeps 8 compilations of one code object.
-@pytest.mark.parametrize("variant", COMPILED)
-def test_many_modules_and_lengths(variant):
+@pytest.mark.parametrize(("variant", "config"), CASES)
+def test_many_modules_and_lengths(variant, config):
+    if config:
+        torch._dynamo.reset()  # the same class has used up a part of its 8 with other settings
     backend = Counted()
     for number in range(12):
         torch.manual_seed(number)
-        attention = build(variant, num_heads=2, head_dim=4)
+        attention = build(variant, num_heads=2, head_dim=4, **config)
         compiled = torch.compile(attention, fullgraph=True, backend=backend)
         for L in LENGTHS:
             q = torch.randn(2, 2, L, 4)
@@ -46,9 +52,9 @@ def test_many_modules_and_lengths(variant):
     assert 1 <= backend.graphs <= 8
 
 
-@pytest.mark.parametrize("variant", COMPILED)
-def test_masks_and_weights(variant):
-    attention = build(variant, num_heads=2, head_dim=4)
+@pytest.mark.parametrize(("variant", "config"), CASES)
+def test_masks_and_weights(variant, config):
+    attention = build(variant, num_heads=2, head_dim=4, **config)
     compiled = torch.compile(attention, fullgraph=True, backend=Counted(), isolate_recompiles=True)
     for L in (4, 70):
         q = torch.randn(2, 2, L, 4)
@@ -74,11 +80,11 @@ def test_many_shapes(variant):
             torch.testing.assert_close(given.out, expected.out)
 
 
-@pytest.mark.parametrize("variant", COMPILED)
-def test_training_through_a_layer(variant):
-    layer = MultiHeadAttention(8, 2, num_kv_heads=1, variant=variant, rotary=True)
+@pytest.mark.parametrize(("variant", "config"), CASES)
+def test_training_through_a_layer(variant, config):
+    layer = MultiHeadAttention(8, 2, num_kv_heads=1, variant=variant, config=config, rotary=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", isolate_recompiles=True)
-    for L in (4, 7):
+    for L in (4, 7, 40):
         x = torch.randn(2, L, 8)
         results = []
         for each in (layer, compiled):
@@ -110,7 +116,7 @@ def test_with_inductor(variant):
 def test_what_does_not_compile_says_so():
     if "entmax" not in names():
         pytest.skip("needs entmax")
-    attention = build("entmax", num_heads=2, head_dim=4)
+    attention = build("entmax", num_heads=2, head_dim=4, learn="per_head")
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         torch.compile(attention, fullgraph=True, backend="eager")(q, q, q)
