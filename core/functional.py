@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -81,6 +82,13 @@ def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
     if 0 < length <= size:  # said apart, so that a compiler need not fix the length
         return iter([(0, length)])
     return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+def pad_rows(x: Tensor, front: int, back: int) -> Tensor:
+    """(..., L, D) -> (..., front + L + back, D), with zeros; x itself where nothing is added, which F.pad would copy."""
+    if not torch.compiler.is_compiling() and front == 0 == back:
+        return x
+    return F.pad(x, (0, 0, front, back))
 
 
 class Chunk(NamedTuple):

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.backends import dense_attention
-from core.functional import accumulate_dtype, window_sides
+from core.functional import accumulate_dtype, pad_rows, window_sides
 from core.mask import Mask
 
 BLOCK = 32  # smaller blocks waste fewer products at the edges of a window, larger ones multiply faster
@@ -89,7 +88,7 @@ class _Group(NamedTuple):
     def queries(self, x: Tensor, shape: _Shape) -> Tensor:
         """Blocks of x (B, H, L, D), the last one filled up with zeros."""
         rows = x[self.batch, self.heads, self.start * BLOCK : self.stop * BLOCK]
-        rows = F.pad(rows, (0, 0, 0, (self.stop - self.start) * BLOCK - rows.shape[-2]))
+        rows = pad_rows(rows, 0, (self.stop - self.start) * BLOCK - rows.shape[-2])
         return rows.to(accumulate_dtype(x.dtype)).unflatten(-2, (-1, BLOCK)).flatten(0, 2)
 
     def place(self, shape: _Shape) -> tuple[int, int, int, int]:
@@ -101,7 +100,7 @@ class _Group(NamedTuple):
     def keys(self, x: Tensor, shape: _Shape) -> Tensor:
         """Global keys and strips of x (B, H, S, D), side by side; a view where it can be."""
         first, last, front, back = self.place(shape)
-        strip = F.pad(x[self.batch, self.heads, first:last].to(accumulate_dtype(x.dtype)), (0, 0, front, back))
+        strip = pad_rows(x[self.batch, self.heads, first:last].to(accumulate_dtype(x.dtype)), front, back)
         strips = strip.unfold(-2, shape.width, BLOCK).transpose(-1, -2)
         if shape.num_global:
             whole = x[self.batch, self.heads, None, : shape.num_global].to(strips.dtype)

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from core import Mask, MaskError, build
+from core.running_sums import BLOCK
 from tests.variants import oracles
 from tests.variants.grid import check_against_oracle, check_gradients
-from variants.linear import CHUNK
 
 FEATURE_MAPS = ["elu", "relu", "taylor"]
 
@@ -21,7 +21,7 @@ def test_gradients(feature_map):
 
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize(
-    ("L", "S"), [(CHUNK, CHUNK), (CHUNK + 1, CHUNK + 1), (2 * CHUNK - 1,) * 2, (3, 2 * CHUNK + 5), (2 * CHUNK + 5, 3)]
+    ("L", "S"), [(BLOCK, BLOCK), (BLOCK + 1, BLOCK + 1), (2 * BLOCK - 1,) * 2, (3, 2 * BLOCK + 5), (2 * BLOCK + 5, 3)]
 )
 def test_causal_chunks_equal_the_plain_path(feature_map, L, S):
     torch.manual_seed(0)
