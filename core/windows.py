@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.backends import dense_attention
+from core.backends import Backend, dense_attention
 from core.functional import accumulate_dtype, pad_rows, window_sides
 from core.mask import Mask
 
@@ -22,17 +22,31 @@ SCORES = 2**19  # 2 MiB in float32
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int, num_global: int = 0, temperature: float = 1.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    window: int,
+    num_global: int = 0,
+    temperature: float = 1.0,
+    backend: Backend = "auto",
 ) -> tuple[Tensor, str]:
     """softmax(q k^T / (temperature sqrt(D)), within the window and among visible keys) v, and what computed it.
 
     Args:
         q, k, v: (B, H, L, D), (B, H, S, D), (B, H, S, Dv); L == S unless the mask is causal.
         window, num_global: as `window_visible` has them.
+        backend: auto: blocks; another: that kernel, which is given L x S pairs where it has no window of its own.
 
     Returns:
-        out (B, H, L, Dv) and "blocks"; or the name of the dense kernel, where every query sees all that the mask shows.
+        out (B, H, L, Dv) and "blocks"; or the name of the dense kernel that was asked for, or that serves because every query
+        sees all that the mask shows.
+
+    Raises:
+        BackendError: an explicit backend cannot serve this call.
     """
+    if backend != "auto":
+        return dense_attention(q, k, v, mask, temperature=temperature, backend=backend, window=window, num_global=num_global)
     L, S = q.shape[-2], k.shape[-2]
     left, right = window_sides(window, mask.causal)
     if left >= S - 1 and (mask.causal or right >= S - 1):

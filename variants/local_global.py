@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, KeyValueState, Mask, Spec, register, tunable
+from core.backends import Backend
 from core.functional import average, both_visible, masked_softmax, scaled_scores, window_visible
 from core.windows import window_attention
 
@@ -31,16 +32,21 @@ class LocalGlobal(Attention):
     )  # fmt: skip
 
     class Config(AttentionConfig):
-        """window: keys in a window, the query's own included. num_global: leading tokens that see and are seen by all."""
+        """window: keys in a window, the query's own included. num_global: leading tokens that see and are seen by all.
+
+        temperature: T. backend: auto works in blocks; math and sdpa hold L x S, xformers has a window of its own.
+        """
 
         window: int = tunable(128, low=1, high=256, log=True, ge=1, le=10**12)
         num_global: int = tunable(0, low=0, high=4, ge=0, le=10**12)
         temperature: float = tunable(1.0, low=0.1, high=1.0, log=True, ge=1e-8)
+        backend: Backend = "auto"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
         L, S, config = q.shape[-2], k.shape[-2], self.config
         if not need_weights:
-            out, self.backend_used = window_attention(q, k, v, mask, config.window, config.num_global, config.temperature)
+            settings = config.window, config.num_global, config.temperature, config.backend
+            out, self.backend_used = window_attention(q, k, v, mask, *settings)
             return AttentionOutput(out, None)
         self.backend_used = "math"
         pattern = window_visible(L, S, config.window, mask.causal, q.device, config.num_global)
