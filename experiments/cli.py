@@ -213,6 +213,61 @@ def check(
 
 
 @app.command()
+def bench(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, as 512,1024.")] = "512,1024,2048,4096,8192",
+    heads: Annotated[str, typer.Option(help="Numbers of heads, as 1,4.")] = "4",
+    variant: Annotated[
+        list[str] | None, typer.Option("--variant", help="NAME or NAME:setting=value,...; again for more.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    head_dim: Annotated[int, typer.Option(min=1)] = 64,
+    rounds: Annotated[int, typer.Option(min=3, help="Samples of each; each round calls everything once.")] = 9,
+    limit: Annotated[
+        float, typer.Option(min=0.01, help="Seconds that one thing may take at one length; else it is left out.")
+    ] = 20.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all cores.", show_default=False)] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Measure plain paths too.")] = True,
+    peers: Annotated[bool, typer.Option("--peers", help="Measure installed packages too.")] = False,
+    plugin: Plugin = None,
+    home: Home = HOME,
+    tracking_uri: Tracking = None,
+    json_output: Json = False,
+) -> None:
+    """Time and memory of attention by length, as ratios to torch's fused kernel."""
+    from experiments.console import Terminal
+
+    target = _target(tracking_uri, home)
+    terminal = Terminal(sys.stderr if json_output else sys.stdout)
+    _load_plugins(plugin or [])
+    from experiments import bench as benchmark
+    from experiments import bench_report, contenders
+
+    settings = benchmark.settings(
+        _integers("--lengths", lengths), _integers("--heads", heads), batch, head_dim, rounds, limit, device, dtype, threads
+    )
+    measured = benchmark.measure(contenders.chosen(variant or [], plain, peers), settings, terminal.say)
+    found = bench_report.as_json(measured)
+    folder = bench_report.record(measured, found, home, target, terminal.say)
+    if json_output:
+        _print_json(found)
+    else:
+        kept = f"kept with a figure in {folder}, and in MLflow (experiment {bench_report.NAME})"
+        print("\n".join(["", *bench_report.tables(found), "", kept]))
+
+
+def _integers(option: str, given: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or len(set(found)) < len(found):
+        raise InputError(f"{option}: must be different whole numbers above 0 with commas between, got {given!r}")
+    return tuple(sorted(found))
+
+
+@app.command()
 def new(name: Annotated[str, typer.Argument(help="Lower snake case, such as my_attention.", show_default=False)]) -> None:
     """Write NAME.py, a variant that passes the contract suite, and test_NAME.py, into the working directory."""
     from experiments import templates

@@ -181,7 +181,7 @@ def summary(
             for row, line in zip(rows[1:], table, strict=True):
                 fault = ["fails the contract"] if line.variant in unproven else []
                 row.append("; ".join(fault + line.violations(constraints)))
-        parts += _markdown(rows)
+        parts += markdown(rows)
         parts += ["", "Best of each variant:", ""]
         parts += [f"- {line.variant}: {number(line.mean, 4)} (trial {line.trial.number})" for line in best_of_each(counted)]
         found = comparisons(counted, next((line for line in table if line.trial.config_hash == baseline), None))
@@ -289,7 +289,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _markdown(rows: list[list[str]]) -> list[str]:
+def markdown(rows: list[list[str]]) -> list[str]:
+    """A table that also a plain screen shows aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     made = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
     return [made[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *made[1:]]

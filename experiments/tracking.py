@@ -33,6 +33,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "lost": "FAILED"}
+ARTIFACTS = (".md", ".csv", ".json", ".png")  # files of the study folder that belong to its parent run
 MAX_NAME = 250
 MAX_PARAM = 5_000  # MLflow cuts silently at 6,000
 _METRICS_A_BATCH, _PARAMS_A_BATCH = 1_000, 100
@@ -331,9 +332,8 @@ class Mirror:
         tags = {f"trials_{state}": str(count) for state, count in counts.items()}
         if study.get("summary"):
             tags["mlflow.note.content"] = study["summary"][:MAX_PARAM]
-            for name in ("report.md", "trials.csv"):
-                if (self._path.parent / name).exists():
-                    client.log_artifact(parent, str(self._path.parent / name))
+            for file in sorted(file for file in self._path.parent.iterdir() if file.suffix in ARTIFACTS):
+                client.log_artifact(parent, str(file))
         client.log_batch(parent, tags=[RunTag(name, value) for name, value in tags.items()])
         state = study.get("state", "running")
         if state == "running":
