@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from core.cache import KeyValueState
 from core.errors import MaskError, ShapeError
+from core.functional import no_autocast
 from core.mask import Mask
 
 
@@ -195,13 +194,6 @@ class Attention(nn.Module):
             # Sizes go into a message only once it is needed: a compiler that sees them in a text compiles every length anew.
             if given and not claimed:
                 raise MaskError(f"{self.name}: cannot honour {what} (L {L}, S {S}): its Spec does not claim it")
-
-
-def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Half-precision inputs are widened on purpose in the softmax and in sums; autocast would undo that."""
-    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:

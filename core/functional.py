@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from core.mask import Mask
@@ -19,6 +22,24 @@ SCORES = 2**20  # that a mechanism holds at a time where it takes queries in chu
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax and of running sums: float32, or float64 where the input is."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Half-precision inputs are widened on purpose in the softmax and in sums; autocast would undo that, backward too."""
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def backward_alone(backward: Callable[..., Any]) -> Any:
+    """For the backward of a function of one's own: under no autocast, and differentiable only once."""
+
+    @functools.wraps(backward)
+    def alone(ctx: Any, *grads: Tensor) -> Any:
+        with no_autocast(grads[0].device.type):
+            return backward(ctx, *grads)
+
+    return once_differentiable(alone)
 
 
 def scaled_scores(q: Tensor, k: Tensor, temperature: float | Tensor = 1.0) -> Tensor:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from core.functional import accumulate_dtype, pad_rows
+from core.functional import accumulate_dtype, backward_alone, pad_rows
 
 BLOCK = 64
 FEATURES = 2**17  # of queries, and as many of keys, at a time: 512 KiB in float32
@@ -149,7 +148,7 @@ class _Causal(torch.autograd.Function):
         return out, *before
 
     @staticmethod
-    @once_differentiable
+    @backward_alone
     def backward(ctx: Any, grad: Tensor, to_products: Tensor, to_features: Tensor) -> Any:
         q, k, v, keys, *kept = ctx.saved_tensors
         to_q, to_k, to_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

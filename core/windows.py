@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.backends import Backend, dense_attention
-from core.functional import accumulate_dtype, pad_rows, window_sides
+from core.functional import accumulate_dtype, backward_alone, pad_rows, window_sides
 from core.mask import Mask
 
 BLOCK = 32  # smaller blocks waste fewer products at the edges of a window, larger ones multiply faster
@@ -200,6 +200,7 @@ class _Blocks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @backward_alone
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, keys, pairs = ctx.saved_tensors
         shape: _Shape = ctx.shape

@@ -58,6 +58,14 @@ def make_optimizer(model: nn.Module, train: config.Train, fused: bool = True) ->
     )
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """The context of a forward in this precision."""
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, dtype=DTYPES[precision])
+
+
 class Trainer:
     """Trains a model on a task.
 
@@ -86,7 +94,7 @@ class Trainer:
         self.told: list[tuple[int, int, dict[str, float]]] = []
         self.identity = f"{run.hash()}/{seed}"
         self.optimizer = make_optimizer(model, run.train)
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[run.train.precision]
+        self.dtype = DTYPES[run.train.precision]
         self.scaler = torch.amp.GradScaler("cuda") if run.train.precision == "fp16" else None
         self.step = 0
         self.skipped = 0
@@ -99,9 +107,7 @@ class Trainer:
 
     def autocast(self) -> Any:
         """The context of a forward in this run's precision."""
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        return autocast(self.train.precision, self.device.type)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Tell what shall be stored, and remember it for the checkpoint."""
@@ -158,7 +164,7 @@ class Trainer:
                 self.order = hashlib.sha256(self.order.encode() + batch.inputs.numpy().tobytes()).hexdigest()[:16]
             batch = self.to_device(batch)
             with self.autocast():
-                _, total, count = forward_loss(self.model, self.task, batch)
+                total, count = forward_loss(self.model, self.task, batch)[1:]  # the output is not kept through backward
             if index == 0:
                 size = float(count) or 1.0
             loss = total / size

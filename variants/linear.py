@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, ShapeError, Spec, register, tunable
-from core.attention import expand_heads, no_autocast
-from core.functional import accumulate_dtype, average
+from core.attention import expand_heads
+from core.functional import accumulate_dtype, average, no_autocast
 from core.running_sums import FeatureMap, Sums, causal_average, no_sums
 
 

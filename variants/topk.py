@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import SCORES, accumulate_dtype, average, masked_softmax, query_chunks, rows_within, scaled_scores
+from core.functional import (
+    SCORES,
+    accumulate_dtype,
+    average,
+    backward_alone,
+    masked_softmax,
+    query_chunks,
+    rows_within,
+    scaled_scores,
+)
 
 
 @register("topk")
@@ -96,7 +104,7 @@ class _Kept(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @backward_alone
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, *kept = ctx.saved_tensors
         dtype = accumulate_dtype(q.dtype)
