@@ -120,7 +120,7 @@ def run(
 
     workers = LocalExecutor()  # its server loads torch while this process does
     resolver = _resolve(sweep)
-    from experiments import resources, store, study
+    from experiments import predict, resources, store, study
 
     resources.devices(sweep), resources.threads(sweep)  # before anything is moved or written
     if new:
@@ -128,7 +128,7 @@ def run(
         if kept is not None:
             terminal.say(f"the earlier study is kept in {kept}")
     with terminal:
-        outcome = study.Study(sweep, resolver, home, target, workers, terminal).run()
+        outcome = study.Study(sweep, resolver, home, target, workers, terminal, predict.peak_mb).run()
     if json_output:
         _print_json(study.as_json(outcome))
     else:

@@ -152,11 +152,12 @@ class Job:
 class Event(TypedDict, total=False):
     """What a worker sends. `type` and `key` are always there; `time` is in milliseconds since 1970.
 
-    metrics: step, values. info: tags. end: state ("finished", "failed", "stopped"), cause, message, values.
+    begin: the first step comes now. metrics: step, values. info: tags.
+    end: state ("finished", "failed", "stopped"), cause, message, values.
     lost: message; sent by an executor in the name of a worker that vanished.
     """
 
-    type: Required[Literal["metrics", "info", "end", "lost"]]
+    type: Required[Literal["begin", "metrics", "info", "end", "lost"]]
     key: Required[str]
     time: int
     step: int

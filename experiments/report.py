@@ -201,6 +201,11 @@ def summary(
             what = describe(by_number[run.trial].assignment)
             parts.append(f"- trial {run.trial} seed {run.seed} ({what}): {run.cause}: {run.message}")
             parts.append(f"  log: {folder}/logs/{log_name(run)}")
+    skipped = {run.trial: run for run in runs if run.state == "skipped"}
+    if skipped:
+        by_number = {trial.number: trial for trial in trials}
+        parts += ["", "Skipped before they began:", ""]
+        parts += [f"- trial {n} ({describe(by_number[n].assignment)}): {run.message}" for n, run in skipped.items()]
     if table:
         parts += ["", *explanation(table, objective)]
     return "\n".join(parts) + "\n"

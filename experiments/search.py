@@ -40,13 +40,19 @@ class Search:
         self._trials: dict[int, Trial] = {}  # our number -> Optuna's trial that waits for its value
 
     def restore(
-        self, number: int, assignment: Assignment, value: float | None, running: bool, figures: Mapping[str, float] = _NOTHING
+        self,
+        number: int,
+        assignment: Assignment,
+        value: float | None,
+        running: bool,
+        figures: Mapping[str, float] = _NOTHING,
+        skipped: bool = False,
     ) -> None:
         """Tell of a trial that stands in the store, in the order of their numbers; figures: for the constraints."""
         self._asked += 1
         distributions = {path: _distribution(self.sweep.parameters[path]) for path in assignment if path in self.sweep.parameters}
         labels = {path: _label(self.sweep.parameters[path], assignment[path]) for path in distributions}
-        state = TrialState.RUNNING if running else TrialState.FAIL if value is None else TrialState.COMPLETE
+        state = TrialState.RUNNING if running else _end(value, skipped)
         self._study.add_trial(
             create_trial(
                 state=state,
@@ -94,13 +100,13 @@ class Search:
         if self._grid is None:
             self._trials[number] = self._waiting
 
-    def tell(self, number: int, value: float | None, figures: Mapping[str, float] = _NOTHING) -> None:
-        """What a trial came to; None where it failed. figures: for the constraints."""
+    def tell(self, number: int, value: float | None, figures: Mapping[str, float] = _NOTHING, skipped: bool = False) -> None:
+        """What a trial came to; None where it failed, or was skipped. figures: for the constraints."""
         trial = self._trials.pop(number, None)
         if trial is not None:
             for name, excess in self._excess(figures).items():
                 trial.set_constraint(name, excess)
-            self._study.tell(trial, value, state=TrialState.FAIL if value is None else TrialState.COMPLETE)
+            self._study.tell(trial, value, state=_end(value, skipped))
 
     def _excess(self, figures: Mapping[str, float]) -> dict[str, float]:
         """By how much each constraint is broken; 0 or less where it is kept."""
@@ -125,6 +131,11 @@ class Search:
             if is_active(parameter, chosen):
                 chosen[path] = _value(parameter, trial._suggest(path, _distribution(parameter)))
         return chosen
+
+
+def _end(value: float | None, skipped: bool) -> TrialState:
+    """A skipped trial is a pruned one, which a sampler takes for a bad one; a failed one tells it nothing."""
+    return TrialState.PRUNED if skipped else TrialState.FAIL if value is None else TrialState.COMPLETE
 
 
 def _distribution(parameter: Parameter) -> BaseDistribution:

@@ -23,8 +23,8 @@ from experiments.errors import InputError, StoreError
 
 VERSION = 1
 
-TrialState = Literal["running", "complete", "failed"]
-RunState = Literal["waiting", "running", "finished", "failed", "stopped", "lost"]
+TrialState = Literal["running", "complete", "failed", "skipped"]
+RunState = Literal["waiting", "running", "finished", "failed", "stopped", "lost", "skipped"]
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);

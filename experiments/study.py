@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from experiments import report, resources, statistics, store
+from experiments import BORN, report, resources, statistics, store
 from experiments.config import Event, Job, Run, describe
 from experiments.errors import InputError, StudyChangedError
 from experiments.executors import Executor
@@ -28,6 +28,7 @@ from experiments.sweep import Assignment, Sweep
 from experiments.tracking import Mirror
 
 MAX_TIMED = 100  # configurations whose speed is measured, the best first
+TOLERANCE = 1.15  # how far a predicted memory may stand above a constraint before a trial is skipped
 _GRACE = 20.0  # seconds for a checkpoint when runs are asked to stop
 
 
@@ -62,10 +63,20 @@ class Study:
         home: the folder of all studies.
         target: MLflow's address.
         executor: where runs go.
+        predict: the peak memory of a run on a device in MiB, before it runs; None: unknown.
     """
 
-    def __init__(self, sweep: Sweep, resolver: Resolver, home: Path, target: str, executor: Executor, watcher: Watcher) -> None:
-        self.sweep, self.resolver, self.executor, self.watcher = sweep, resolver, executor, watcher
+    def __init__(
+        self,
+        sweep: Sweep,
+        resolver: Resolver,
+        home: Path,
+        target: str,
+        executor: Executor,
+        watcher: Watcher,
+        predict: Callable[[Run, str], float | None],
+    ) -> None:
+        self.sweep, self.resolver, self.executor, self.watcher, self.predict = sweep, resolver, executor, watcher, predict
         self.budget = sweep.file.budget
         self.objective = sweep.file.objectives[0]
         self.device, self.gpus = resources.devices(sweep)
@@ -87,6 +98,9 @@ class Study:
         self.queue: deque[RunRow] = deque()
         self.running: dict[str, RunRow] = {}
         self.started: dict[str, float] = {}
+        self.submitted: dict[str, int] = {}  # milliseconds since 1970
+        self.start_ups: list[float] = []  # seconds from submitting a run to its first step
+        self.first_step: float | None = None  # seconds from the start of this process
         self.durations: list[float] = []
         self.free_gpus = list(self.gpus)
         self.held_gpus: dict[str, tuple[str, ...]] = {}
@@ -169,15 +183,22 @@ class Study:
         for trial in self.store.trials():
             self.hashes.add(trial.config_hash)
             missing = [seed for seed in self.sweep.file.seeds if seed not in {r.seed for r in self.store.runs(trial.number)}]
-            if missing and trial.state != "failed":
+            if missing and trial.state not in ("failed", "skipped"):
                 self.store.add_seeds(trial.number, missing)
                 trial = self.store.trial(trial.number)
             if trial.kind == "search":
                 self.search.restore(
-                    trial.number, trial.assignment, trial.value, trial.state == "running", self._figures(trial.number)
+                    trial.number,
+                    trial.assignment,
+                    trial.value,
+                    trial.state == "running",
+                    self._figures(trial.number),
+                    trial.state == "skipped",
                 )
             if trial.state == "running":
-                self.queue += [run for run in self.store.runs(trial.number) if run.state in ("waiting", "stopped", "lost")]
+                rows = self.store.runs(trial.number)
+                if any(row.attempts for row in rows) or not self._skip(trial.number, Run(**trial.config)):
+                    self.queue += [row for row in rows if row.state in ("waiting", "stopped", "lost")]
                 self._close_trial(trial.number)
         self.target = self.sweep.trials
 
@@ -186,7 +207,8 @@ class Study:
     def _loop(self) -> None:
         while self.signal is None and not self._late():
             while len(self.running) < self.parallel and (self.queue or self._ask()):
-                self._submit(self.queue.popleft())
+                if self.queue:  # a new trial may have been skipped
+                    self._submit(self.queue.popleft())
             if not self.running:
                 return
             for event in self.executor.poll(0.2):
@@ -225,7 +247,27 @@ class Study:
         if kind == "search":
             self.search.begin(trial.number)
         self.hashes.add(trial.config_hash)
-        self.queue += self.store.runs(trial.number)
+        if not self._skip(trial.number, run):
+            self.queue += self.store.runs(trial.number)
+        return True
+
+    def _skip(self, number: int, run: Run) -> bool:
+        """End a trial before it begins, if it is foreseen to break a constraint on memory by more than the foresight is off."""
+        limits = [c.max for c in self.sweep.file.constraints if c.metric == "memory/peak_mb" and c.max is not None]
+        if not limits:
+            return False
+        predicted = self.predict(run, self.device)
+        if predicted is None or predicted <= TOLERANCE * min(limits):
+            return False
+        message = (
+            f"predicted memory/peak_mb {predicted:.1f}, which is above {TOLERANCE:g} times the constraint of {min(limits):g}"
+        )
+        for row in self.store.runs(number):
+            self.store.end_run(row.id, "skipped", "memory", message)
+        self.store.end_trial(number, "skipped", None)
+        self.search.tell(number, None, {"memory/peak_mb": predicted}, skipped=True)
+        self.watcher.say(f"trial {number} ({describe(self.store.trial(number).assignment)}): skipped: {message}")
+        self.mirror.wake()
         return True
 
     def _is_new(self, assignment: Assignment) -> bool:
@@ -256,6 +298,7 @@ class Study:
         )
         self.running[run.key] = run
         self.started[run.key] = time.monotonic()
+        self.submitted[run.key] = time.time_ns() // 1_000_000
         self.executor.submit(job)
         self.mirror.wake()
 
@@ -263,7 +306,11 @@ class Study:
         run = self.running.get(event["key"])
         if run is None:
             return
-        if event["type"] == "metrics":
+        if event["type"] == "begin":
+            self.start_ups.append((event["time"] - self.submitted[run.key]) / 1e3)
+            if self.first_step is None:
+                self.first_step = event["time"] / 1e3 - BORN
+        elif event["type"] == "metrics":
             self.store.add_metrics(run.id, event["step"], event["time"], event["values"])
         elif event["type"] == "info":
             self.store.add_figures(run.id, {}, event["tags"])
@@ -442,6 +489,9 @@ class Study:
         self.store.set_meta("ended", time.time_ns() // 1_000_000)
         self.store.set_meta("state", "stopped" if self.cut_short else "finished" if complete else "failed")
         mirrored = self.mirror.close()
+        if self.first_step is not None:
+            runs_here = f"{statistics.median(self.start_ups):.2f} s a run (median of {len(self.start_ups)})"
+            self.watcher.say(f"start-up: {self.first_step:.1f} s until the first step of the first run; {runs_here}")
         failed = sum(run.state in ("failed", "lost") or run.cause == "disk" for run in runs)
         return Outcome(self.folder, summary, failed, complete, self.signal, mirrored, self.mirror.experiment_id)
 
@@ -450,7 +500,7 @@ class Study:
             return
         self.shown = time.monotonic()
         trials, runs = self.store.trials(), self.store.runs()
-        done = sum(run.state in ("finished", "failed") for run in runs)
+        done = sum(run.state in ("finished", "failed", "skipped") for run in runs)
         failed = sum(trial.state == "failed" for trial in trials)
         total = max(len(runs), (self.target + failed) * len(self.sweep.file.seeds))
         values = [trial.value for trial in trials if trial.value is not None]

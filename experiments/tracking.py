@@ -32,7 +32,14 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql")
-STATUS = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "lost": "FAILED"}
+STATUS = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+    "lost": "FAILED",
+    "skipped": "KILLED",
+}
 ARTIFACTS = (".md", ".csv", ".json", ".png")  # files of the study folder that belong to its parent run
 MAX_NAME = 250
 MAX_PARAM = 5_000  # MLflow cuts silently at 6,000
@@ -310,7 +317,7 @@ class Mirror:
         self, client: Any, db: sqlite3.Connection, parent: str, study: dict[str, Any], trials: list[stores.Trial]
     ) -> None:
         """Best value by completed trial, counts by state, the table and the status."""
-        counts = {state: sum(trial.state == state for trial in trials) for state in ("running", "complete", "failed")}
+        counts = {state: sum(trial.state == state for trial in trials) for state in ("running", "complete", "failed", "skipped")}
         content = json.dumps([counts, study.get("state"), study.get("summary"), len(trials)])
         if content == self._parent_sent:
             return

@@ -109,6 +109,7 @@ def _train(job: Job, device: torch.device, send: Send, stop: Stop) -> dict[str, 
     with trainer.autocast():
         operations = measure.flops_per_token(model, task, trainer.batch("train", 0))
     compile_whole(run, model)
+    send(Event(type="begin", key=job.key, time=now()))
     figures = trainer.fit()
     figures |= trainer.evaluate("test")
     tags = _tags(job, task, trainer, model)  # before the weights are asked for, which takes the plain path

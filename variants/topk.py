@@ -15,17 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import (
-    SCORES,
-    accumulate_dtype,
-    average,
-    backward_alone,
-    masked_softmax,
-    query_chunks,
-    rows_within,
-    scaled_scores,
-)
+from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, functional, register, tunable
 
 
 @register("topk")
@@ -51,10 +41,10 @@ class TopK(Attention):
             parts = q, k.view_as(k), v.view_as(v)
             return AttentionOutput(_Kept.apply(*parts, mask, self.config.keep, scale), None)
         visible = mask.visible(q.shape[-2], k.shape[-2], q.device)
-        scores = scaled_scores(q, k, self.config.temperature)
+        scores = functional.scaled_scores(q, k, self.config.temperature)
         kept = _among_highest(scores.detach(), visible, self.config.keep)
-        weights = masked_softmax(scores, kept)
-        return AttentionOutput(average(weights, v), weights.to(q.dtype))
+        weights = functional.masked_softmax(scores, kept)
+        return AttentionOutput(functional.average(weights, v), weights.to(q.dtype))
 
 
 def _among_highest(scores: Tensor, visible: Tensor | None, keep: int) -> Tensor:
@@ -87,15 +77,17 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: int, scale: float) -> Tensor:
-        dtype, kept, places = accumulate_dtype(q.dtype), [], []
+        dtype, kept, places = functional.accumulate_dtype(q.dtype), [], []
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         wide_k, wide_v = k.to(dtype), v.to(dtype)
-        for start, stop, limit, visible in query_chunks(q, k.shape[-2], mask, rows_within(SCORES, q, k.shape[-2])):
+        for start, stop, limit, visible in functional.query_chunks(
+            q, k.shape[-2], mask, functional.rows_within(functional.SCORES, q, k.shape[-2])
+        ):
             scores = (q[:, :, start:stop].to(dtype) * scale) @ wide_k[:, :, :limit].transpose(-2, -1)
             if visible is not None:
                 scores = scores.masked_fill_(~visible, -math.inf)
             values, index = _highest(scores, min(keep, limit))
-            weights = masked_softmax(values, values != -math.inf)
+            weights = functional.masked_softmax(values, values != -math.inf)
             out[:, :, start:stop] = _spread(weights, index, limit) @ wide_v[:, :, :limit]
             kept += [weights, index.int()]
             places.append((start, stop, limit))
@@ -104,10 +96,10 @@ class _Kept(torch.autograd.Function):
         return out
 
     @staticmethod
-    @backward_alone
+    @functional.backward_alone
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, *kept = ctx.saved_tensors
-        dtype = accumulate_dtype(q.dtype)
+        dtype = functional.accumulate_dtype(q.dtype)
         wide_q, wide_k, wide_v, grad = q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype)
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
         for (start, stop, limit), weights, index in zip(ctx.places, kept[::2], kept[1::2], strict=True):
