@@ -1,7 +1,9 @@
 """What a training step of this project costs beside a plain loop of the same model: `python -m tests.experiments.step_cost`.
 
-Both loops run in one process on one thread, in turns of BLOCK steps, on the setting of sweeps/shakespeare.yaml. The
-project's loop tells everything to a driver in a process of its own, which writes the store and the MLflow mirror, as in a run.
+The loops take turns of BLOCK steps, on the setting of sweeps/shakespeare.yaml. The project's loop tells everything to a driver in
+a process of its own, which writes the store and the MLflow mirror, as in a run. With --nanogpt DIR a third takes part: the
+unchanged train.py of a checkout of nanoGPT whose data/shakespeare_char is prepared, in a process that is stopped between its
+turns; its seconds are those that it prints.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import os
+import re
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -117,9 +124,43 @@ def driver(connection: Connection, folder: str, run: config.Run) -> None:
     store.close()
 
 
-def measure(corpus: str, rounds: int) -> dict[str, Any]:
-    """Median seconds of a step of both loops, and the ratio turn by turn."""
-    torch.set_num_threads(1)
+class NanoGPT:
+    """Its training script, which prints the milliseconds of every step."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        command = [
+            sys.executable, "-W", "ignore", "train.py", "config/train_shakespeare_char.py", "--device=cpu", "--compile=False",
+            "--eval_iters=1", "--eval_interval=1000000", "--log_interval=1", f"--block_size={LENGTH}", f"--batch_size={BATCH}",
+            f"--n_layer={LAYERS}", f"--n_head={HEADS}", f"--n_embd={DIM}", "--max_iters=1000000", "--lr_decay_iters=2000",
+            "--dropout=0.0",
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        self.steps(1)
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of so many steps; it stands still before and after."""
+        self.process.send_signal(signal.SIGCONT)
+        assert self.process.stdout is not None
+        found: list[float] = []
+        # What it has printed while it was being stopped, and the step in which it stood still, do not count.
+        while len(found) < count + 3:
+            line = self.process.stdout.readline()
+            assert line, f"nanoGPT's script ended with {self.process.wait()}"
+            match = re.match(r"iter \d+: .* time ([\d.]+)ms", line)
+            if match:
+                found.append(float(match[1]) / 1e3)
+        self.process.send_signal(signal.SIGSTOP)
+        return found[3:]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(corpus: str, rounds: int, threads: int = 1, nanogpt: Path | None = None) -> dict[str, Any]:
+    """Median milliseconds of a step of each loop, and the project's ratio to the others, turn by turn."""
+    torch.set_num_threads(threads)
     cls = tasks.get("text")
     settings = {"corpus": corpus, "seq_len": LENGTH, "split": [0.9, 0.1, 0.0]}
     task = cls(cls.Config(**settings), BATCH)
@@ -140,34 +181,48 @@ def measure(corpus: str, rounds: int) -> dict[str, Any]:
 
         trainer = Trainer(run, task, build_model(run, task, 0), 0, torch.device("cpu"), tell, full=False)
         plain = plain_step(task.streams["train"], task.vocab_size)
-        seconds: dict[str, list[float]] = {"plain": [], "project": []}
+        other = None if nanogpt is None else NanoGPT(nanogpt, threads)
+        turns: dict[str, Callable[[], float]] = {"plain": lambda: timed(plain), "project": lambda: timed(trainer.advance)}
+        if other is not None:
+            turns["nanogpt"] = lambda: statistics.fmean(other.steps(BLOCK))
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
         for turn in range(rounds + 1):
-            for name, step in (("plain", plain), ("project", trainer.advance)):
-                start = time.perf_counter()
-                for _ in range(BLOCK):
-                    step()
+            for name, take in turns.items():
+                took = take()
                 if turn:  # the first turn warms up
-                    seconds[name].append((time.perf_counter() - start) / BLOCK)
+                    seconds[name].append(took)
+        if other is not None:
+            other.close()
         ours.send(None)
         mirrored = ours.recv()
         process.join()
-    ratios = [b / a for a, b in zip(seconds["plain"], seconds["project"], strict=True)]
-    return {
-        "plain_ms": 1e3 * statistics.median(seconds["plain"]),
-        "project_ms": 1e3 * statistics.median(seconds["project"]),
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
-        "mirrored": mirrored,
-    }
+    found: dict[str, Any] = {"mirrored": mirrored, "ms": {name: 1e3 * statistics.median(each) for name, each in seconds.items()}}
+    for name in seconds.keys() - {"project"}:
+        ratios = [ours_ / theirs_ for theirs_, ours_ in zip(seconds[name], seconds["project"], strict=True)]
+        found[name] = statistics.quantiles(ratios, n=4)
+    return found
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Seconds of a step, over BLOCK of them."""
+    start = time.perf_counter()
+    for _ in range(BLOCK):
+        step()
+    return (time.perf_counter() - start) / BLOCK
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", default="python-docs")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--nanogpt", type=Path, help="a checkout whose data/shakespeare_char is prepared")
     arguments = parser.parse_args()
-    found = measure(arguments.corpus, arguments.rounds)
-    low, high = found["ratio_quartiles"]
-    print(f"torch {torch.__version__}, one thread, {arguments.rounds} turns of {BLOCK} steps")
-    print(f"plain loop {found['plain_ms']:.2f} ms a step, this project {found['project_ms']:.2f} ms")
-    print(f"ratio {found['ratio']:.3f} (quartiles {low:.3f} to {high:.3f})")
+    found = measure(arguments.corpus, arguments.rounds, arguments.threads, arguments.nanogpt)
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {arguments.rounds} turns of {BLOCK} steps")
+    for name, milliseconds in found["ms"].items():
+        against = ""
+        if name != "project":
+            low, middle, high = found[name]
+            against = f"; this project is {middle:.3f} of it (quartiles {low:.3f} to {high:.3f})"
+        print(f"{name}: {milliseconds:.2f} ms a step{against}")
