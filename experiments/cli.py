@@ -128,7 +128,7 @@ def run(
         if kept is not None:
             terminal.say(f"the earlier study is kept in {kept}")
     with terminal:
-        outcome = study.Study(sweep, resolver, home, target, workers, terminal, predict.peak_mb).run()
+        outcome = study.Study(sweep, resolver, home, target, workers, terminal, predict.foresee).run()
     if json_output:
         _print_json(study.as_json(outcome))
     else:

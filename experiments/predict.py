@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from core.contract.measure import Cost
 from experiments.config import Run
 from experiments.measure import MIB
 from experiments.model import build_model
+from experiments.schema import Constraint
 from experiments.tasks import Batch
 from experiments.train import autocast, forward_loss
 from experiments.worker import make_task
+
+TOLERANCE = 1.15  # how far a prediction may be off
 
 
 def peak_mb(run: Run, device: str = "cpu") -> float | None:
@@ -28,6 +32,16 @@ def peak_mb(run: Run, device: str = "cpu") -> float | None:
         return _step(run) / MIB
     except Exception:  # a mechanism that looks at its data, or needs what such tensors cannot do
         return None
+
+
+def foresee(run: Run, device: str, constraints: Sequence[Constraint]) -> tuple[str, dict[str, float]] | None:
+    """The constraint that this run would break, in words, and the predicted figures; None where nothing is foreseen."""
+    limits = [c.max for c in constraints if c.metric == "memory/peak_mb" and c.max is not None]
+    predicted = peak_mb(run, device) if limits else None
+    if predicted is None or predicted <= TOLERANCE * min(limits):
+        return None
+    limit = f"{TOLERANCE:g} times the constraint of {min(limits):g}"
+    return f"predicted memory/peak_mb {predicted:,.1f}, which is above {limit}", {"memory/peak_mb": predicted}
 
 
 def _step(run: Run) -> int:

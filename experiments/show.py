@@ -31,8 +31,8 @@ def plan(sweep: Sweep, resolver: Resolver) -> str:
 
 
 def costs(sweep: Sweep, resolver: Resolver) -> str:
-    """Parameters, operations, memory and time of each configuration, from three real steps of each on this machine."""
-    rows = [["trial", "configuration", "parameters", "FLOPs/token", "peak MiB", "ms/step"]]
+    """What each configuration costs: memory predicted without running it, the rest from three real steps on this machine."""
+    rows = [["trial", "configuration", "parameters", "FLOPs/token", "predicted peak MiB", "ms/step"]]
     found = as_json(sweep, resolver)
     for entry in found["configurations"]:
         figures = entry["figures"]
@@ -42,13 +42,14 @@ def costs(sweep: Sweep, resolver: Resolver) -> str:
                 entry["description"],
                 number(figures.get("cost/params"), 0),
                 number(figures.get("cost/flops_per_token"), 0),
-                number(figures.get("memory/peak_mb"), 1),
+                number(entry["predicted_peak_mb"], 1),
                 number(figures.get("speed/step_ms"), 1),
             ]
         )
     total = found["seconds"]
     lines = aligned(rows)
     lines += [f"trial {entry['trial']}: {entry['error']}" for entry in found["configurations"] if "error" in entry]
+    lines += [f"trial {entry['trial']}: {entry['skipped']}" for entry in found["configurations"] if "skipped" in entry]
     if total is not None:
         parallel = sweep.file.budget.parallel
         together = words(total / parallel)
@@ -68,9 +69,10 @@ def plan_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
 
 
 def as_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
-    """The configurations and what each costs; seconds: training of all of them, one after another."""
+    """The configurations and what each costs; seconds: training of all that are not skipped, one after another."""
     import torch
 
+    from experiments.predict import foresee, peak_mb
     from experiments.worker import probe
 
     torch.set_num_threads(resources.threads(sweep))
@@ -78,10 +80,15 @@ def as_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
     found, seconds = plan_json(sweep, resolver), 0.0
     for entry in found["configurations"]:
         run = Run(**entry["config"])
+        entry["predicted_peak_mb"], entry["figures"] = peak_mb(run, device.type), {}
+        foreseen = foresee(run, device.type, sweep.file.constraints)
+        if foreseen is not None:
+            entry["skipped"] = f"`run` will skip it: {foreseen[0]}"
+            continue
         try:
             entry["figures"] = probe(run, device)
         except Exception as error:  # too large for this machine, or a plugin that raises: its costs stay unknown
-            entry["figures"], entry["error"] = {}, " ".join(f"{type(error).__name__}: {error}".split())
+            entry["error"] = " ".join(f"{type(error).__name__}: {error}".split())
         else:
             seconds += entry["figures"]["speed/step_ms"] / 1e3 * run.train.steps * len(sweep.file.seeds)
     known = sum("error" not in entry for entry in found["configurations"])

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,14 +21,13 @@ from experiments.executors import Executor
 from experiments.identity import changed, provenance
 from experiments.proof import prove
 from experiments.resolve import Resolver
-from experiments.schema import duration
+from experiments.schema import Constraint, duration
 from experiments.search import Search
 from experiments.store import RunRow, Store
 from experiments.sweep import Assignment, Sweep
 from experiments.tracking import Mirror
 
 MAX_TIMED = 100  # configurations whose speed is measured, the best first
-TOLERANCE = 1.15  # how far a predicted memory may stand above a constraint before a trial is skipped
 _GRACE = 20.0  # seconds for a checkpoint when runs are asked to stop
 
 
@@ -63,7 +62,8 @@ class Study:
         home: the folder of all studies.
         target: MLflow's address.
         executor: where runs go.
-        predict: the peak memory of a run on a device in MiB, before it runs; None: unknown.
+        foresee: the constraint that a run would break on a device, in words, and the predicted figures; None: none, as far as
+            is known.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Study:
         target: str,
         executor: Executor,
         watcher: Watcher,
-        predict: Callable[[Run, str], float | None],
+        foresee: Callable[[Run, str, Sequence[Constraint]], tuple[str, dict[str, float]] | None],
     ) -> None:
-        self.sweep, self.resolver, self.executor, self.watcher, self.predict = sweep, resolver, executor, watcher, predict
+        self.sweep, self.resolver, self.executor, self.watcher, self.foresee = sweep, resolver, executor, watcher, foresee
         self.budget = sweep.file.budget
         self.objective = sweep.file.objectives[0]
         self.device, self.gpus = resources.devices(sweep)
@@ -252,20 +252,15 @@ class Study:
         return True
 
     def _skip(self, number: int, run: Run) -> bool:
-        """End a trial before it begins, if it is foreseen to break a constraint on memory by more than the foresight is off."""
-        limits = [c.max for c in self.sweep.file.constraints if c.metric == "memory/peak_mb" and c.max is not None]
-        if not limits:
+        """End a trial before it begins, if it is foreseen to break a constraint."""
+        foreseen = self.foresee(run, self.device, self.sweep.file.constraints)
+        if foreseen is None:
             return False
-        predicted = self.predict(run, self.device)
-        if predicted is None or predicted <= TOLERANCE * min(limits):
-            return False
-        message = (
-            f"predicted memory/peak_mb {predicted:.1f}, which is above {TOLERANCE:g} times the constraint of {min(limits):g}"
-        )
+        message, figures = foreseen
         for row in self.store.runs(number):
             self.store.end_run(row.id, "skipped", "memory", message)
         self.store.end_trial(number, "skipped", None)
-        self.search.tell(number, None, {"memory/peak_mb": predicted}, skipped=True)
+        self.search.tell(number, None, figures, skipped=True)
         self.watcher.say(f"trial {number} ({describe(self.store.trial(number).assignment)}): skipped: {message}")
         self.mirror.wake()
         return True
