@@ -113,29 +113,39 @@ def pad_rows(x: Tensor, front: int, back: int) -> Tensor:
 
 
 class Chunk(NamedTuple):
-    """Queries start..stop of a call, the keys 0..limit that causality leaves them, and what they see of those.
-
-    visible is bool, broadcastable to (B, H, stop - start, limit); None where nothing is hidden.
-    """
+    """Queries start..stop of a call, and the keys 0..limit that causality leaves them."""
 
     start: int
     stop: int
     limit: int
-    visible: Tensor | None
+
+    def visible(self, mask: Mask, L: int, S: int, device: torch.device) -> Tensor | None:
+        """What these queries see of those keys, broadcastable to (B, H, stop - start, limit); None: all of them."""
+        visible = mask.visible(L, S, device, (self.start, self.stop))
+        return None if visible is None else visible[..., : self.limit]
 
 
-def query_chunks(q: Tensor, S: int, mask: Mask, rows: int) -> Iterator[Chunk]:
-    """Chunks of at most `rows` queries that cover q (B, H, L, D); under causality the earlier ones have fewer keys."""
-    L = q.shape[-2]
+def query_chunks(L: int, S: int, causal: bool, rows: int) -> Iterator[Chunk]:
+    """Chunks of at most `rows` queries that cover L of them; under causality the earlier ones have fewer keys."""
     for start, stop in chunks(L, rows):
-        limit = min(max(stop + S - L, 1), S) if mask.causal and stop < L else S
-        visible = mask.visible(L, S, q.device, (start, stop))
-        yield Chunk(start, stop, limit, None if visible is None else visible[..., :limit])
+        yield Chunk(start, stop, min(max(stop + S - L, 1), S) if causal and stop < L else S)
 
 
 def rows_within(bound: int, q: Tensor, S: int) -> int:
     """How many queries at a time have at most `bound` scores with S keys; at least one."""
     return max(bound // max(q.shape[0] * q.shape[1] * S, 1), 1)
+
+
+def weights_in_chunks(
+    weigh: Callable[[Tensor, Tensor, Tensor | None], Tensor], q: Tensor, k: Tensor, mask: Mask, rows: int
+) -> Tensor:
+    """weigh(q, k, visible) for `rows` queries at a time: only what it returns, (B, H, L, S) in all, is L x S."""
+    L, S = q.shape[-2], k.shape[-2]
+    parts = []
+    for chunk in query_chunks(L, S, mask.causal, rows):
+        weights = weigh(q[..., chunk.start : chunk.stop, :], k[..., : chunk.limit, :], chunk.visible(mask, L, S, q.device))
+        parts.append(F.pad(weights, (0, S - chunk.limit)) if chunk.limit < S else weights)
+    return torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
 
 
 def in_chunks(
@@ -149,11 +159,17 @@ def in_chunks(
         attend: (B, H, rows, D), (B, H, keys, D), (B, H, keys, Dv) and a visibility -> (B, H, rows, Dv). Nothing random.
         q, k, v: (B, H, L, D), (B, H, S, D), (B, H, S, Dv).
     """
-    if 0 < q.shape[-2] <= rows:
-        return attend(q, k, v, mask.visible(q.shape[-2], k.shape[-2], q.device))
+    L, S = q.shape[-2], k.shape[-2]
+    if 0 < L <= rows:
+        return attend(q, k, v, mask.visible(L, S, q.device))
+
+    def attend_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tensor:
+        # What is visible is made here, and again in backward: kept for all chunks it would be an L x S tensor.
+        return attend(q, k, v, chunk.visible(mask, L, S, q.device))
+
     outs = []
     # Split, not sliced: the gradient of each slice would be a tensor as long as the whole.
-    for part, chunk in zip(q.split(rows, dim=-2), query_chunks(q, k.shape[-2], mask, rows), strict=True):
-        inputs = part, k[..., : chunk.limit, :], v[..., : chunk.limit, :], chunk.visible
-        outs.append(checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False))
+    for part, chunk in zip(q.split(rows, dim=-2), query_chunks(L, S, mask.causal, rows), strict=True):
+        inputs = part, k[..., : chunk.limit, :], v[..., : chunk.limit, :], chunk
+        outs.append(checkpoint(attend_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outs, dim=-2)

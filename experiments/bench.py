@@ -201,7 +201,8 @@ def _measure_length(bench: Bench, heads: int, length: int) -> list[float]:
     rates, order = [], list(runners.values())
     for round_ in range(settings.rounds):
         rates.append(2 * 1024**3 / seconds(device, lambda: matrix @ matrix))
-        for runner, entry, calls in order[round_ % len(order) :] + order[: round_ % len(order)]:
+        first_now = round_ % max(len(order), 1)
+        for runner, entry, calls in order[first_now:] + order[:first_now]:
             if round_ >= FEW and entry.times[MODES[0]][0] > LONG:
                 continue
             started = time.monotonic()

@@ -13,11 +13,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import accumulate_dtype, average, in_chunks, masked_softmax, query_chunks, rows_within
+from core.functional import accumulate_dtype, average, in_chunks, masked_softmax, rows_within, weights_in_chunks
 
 FEATURES = 2**22  # 16 MiB in float32
 
@@ -49,10 +48,7 @@ class Additive(Attention):
         if torch.is_grad_enabled():
             weights = self._weigh(queries, keys, mask.visible(q.shape[-2], S, q.device))
         else:  # whoever only looks at the weights need not hold the features of all of them
-            parts = query_chunks(q, S, mask, rows)
-            weights = torch.cat(
-                [F.pad(self._weigh(queries[:, :, a:b], keys[:, :, :end], seen), (0, S - end)) for a, b, end, seen in parts], 2
-            )
+            weights = weights_in_chunks(self._weigh, queries, keys, mask, rows)
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 
     def _attend(self, queries: Tensor, keys: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

@@ -10,13 +10,11 @@ Masks   all.          Unscaled dot product: `temperature` at 1 / sqrt(D).
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
 from core.backends import Backend, dense_attention
-from core.functional import average, in_chunks, masked_softmax, query_chunks, scaled_scores
+from core.functional import average, in_chunks, masked_softmax, scaled_scores, weights_in_chunks
 
 
 @register("standard")
@@ -35,13 +33,11 @@ class Standard(Attention):
         chunk_size: int | None = tunable(None, choices=[None, 64, 256], ge=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, need_weights: bool) -> AttentionOutput:
-        S, rows = k.shape[-2], self.config.chunk_size
+        rows = self.config.chunk_size
         if need_weights:
             self.backend_used = "math"
-            parts = query_chunks(q, S, mask, rows or q.shape[-2])
-            weights = [self._weigh(q[:, :, a:b], k[:, :, :end], seen, S) for a, b, end, seen in parts]
-            whole = torch.cat(weights, dim=-2) if len(weights) > 1 else weights[0]
-            return AttentionOutput(average(whole, v), whole.to(q.dtype))
+            weights = weights_in_chunks(self._weigh, q, k, mask, rows or q.shape[-2])
+            return AttentionOutput(average(weights, v), weights.to(q.dtype))
         if rows is None:
             out, self.backend_used = dense_attention(q, k, v, mask, backend=self.config.backend)
             return AttentionOutput(out, None)
@@ -52,5 +48,5 @@ class Standard(Attention):
         out, self.backend_used = dense_attention(q, k, v, Mask(pairs=visible), backend=self.config.backend)
         return out
 
-    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None, S: int) -> Tensor:
-        return F.pad(masked_softmax(scaled_scores(q, k), visible), (0, S - k.shape[-2]))
+    def _weigh(self, q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
+        return masked_softmax(scaled_scores(q, k), visible)

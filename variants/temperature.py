@@ -66,7 +66,8 @@ class Temperature(Attention):
             weights = masked_softmax(scaled_scores(q, k, temperature), visible)
             return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
         if learned:
-            out, self.backend_used = dense_attention((q / self.temperature()).to(q.dtype), k, v, mask)
+            # Times the reciprocal: the gradient of a quotient would hold two tensors of the size of q more.
+            out, self.backend_used = dense_attention((q * self.temperature().reciprocal()).to(q.dtype), k, v, mask)
         else:
             out, self.backend_used = dense_attention(q, k, v, mask, temperature=self.config.temperature)
         return AttentionOutput(out, None)

@@ -80,9 +80,9 @@ class _Kept(torch.autograd.Function):
         dtype, kept, places = functional.accumulate_dtype(q.dtype), [], []
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         wide_k, wide_v = k.to(dtype), v.to(dtype)
-        for start, stop, limit, visible in functional.query_chunks(
-            q, k.shape[-2], mask, functional.rows_within(functional.SCORES, q, k.shape[-2])
-        ):
+        L, S = q.shape[-2], k.shape[-2]
+        for chunk in functional.query_chunks(L, S, mask.causal, functional.rows_within(functional.SCORES, q, S)):
+            (start, stop, limit), visible = chunk, chunk.visible(mask, L, S, q.device)
             scores = (q[:, :, start:stop].to(dtype) * scale) @ wide_k[:, :, :limit].transpose(-2, -1)
             if visible is not None:
                 scores = scores.masked_fill_(~visible, -math.inf)
