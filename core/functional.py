@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.mask import Mask
 
+MIN_QUERIES = 64  # of one row of the batch at a time, as far as the bound allows
 SCORES = 2**20  # that a mechanism holds at a time where it takes queries in chunks: 4 MiB in float32
 
 
@@ -131,9 +132,34 @@ def query_chunks(L: int, S: int, causal: bool, rows: int) -> Iterator[Chunk]:
         yield Chunk(start, stop, min(max(stop + S - L, 1), S) if causal and stop < L else S)
 
 
-def rows_within(bound: int, q: Tensor, S: int) -> int:
-    """How many queries at a time have at most `bound` scores with S keys; at least one."""
-    return max(bound // max(q.shape[0] * q.shape[1] * S, 1), 1)
+def score_bound(device: torch.device, bound: int) -> int:
+    """How many scores are held at a time: what fits a CPU's cache; a GPU wants fewer and larger pieces."""
+    return bound if device.type == "cpu" else 16 * bound
+
+
+class Piece(NamedTuple):
+    """Some rows of the batch, and how many queries of them are taken at a time."""
+
+    batch: slice
+    rows: int
+
+
+def pieces(q: Tensor, S: int, bound: int) -> list[Piece]:
+    """Pieces of the batch of q (B, H, L, D) that have, with S keys, at most `bound` scores at a time, or those of one query.
+
+    Of few queries at a time a product would read every key for little, so rather fewer rows of the batch are taken.
+    """
+    B, H, L, _ = q.shape
+    together = min(max(bound // (H * S * min(L, MIN_QUERIES)), 1), B)
+    rows = max(bound // (together * H * S), 1)
+    return [Piece(slice(start, min(start + together, B)), rows) for start in range(0, B, together)]
+
+
+def batch_parts(found: list[Piece], *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each piece with its rows of the batch of each tensor."""
+    sizes = [piece.batch.stop - piece.batch.start for piece in found]
+    # Split, not sliced: the gradient of each slice would be a tensor as large as the whole.
+    return zip(found, *(x.split(sizes) for x in tensors), strict=True)
 
 
 def weights_in_chunks(
@@ -149,27 +175,38 @@ def weights_in_chunks(
 
 
 def in_chunks(
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: int
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bound: int = 0,
+    rows: int | None = None,
 ) -> Tensor:
-    """attend(q, k, v, visible) for `rows` queries at a time, so that no L x S tensor is alive.
+    """attend(q, k, v, visible) for a part of the queries at a time, so that no L x S tensor is alive.
 
-    Of more than one chunk nothing but the inputs is kept: backward computes each again.
+    Of more than one part nothing but the inputs is kept: backward computes each again.
 
     Args:
-        attend: (B, H, rows, D), (B, H, keys, D), (B, H, keys, Dv) and a visibility -> (B, H, rows, Dv). Nothing random.
+        attend: (b, H, rows, D), (b, H, keys, D), (b, H, keys, Dv) and a visibility -> (b, H, rows, Dv). Nothing random.
         q, k, v: (B, H, L, D), (B, H, S, D), (B, H, S, Dv).
+        bound: scores at a time, on a CPU.
+        rows: queries at a time of the whole batch, in the place of a bound.
     """
     L, S = q.shape[-2], k.shape[-2]
-    if 0 < L <= rows:
+    found = pieces(q, S, score_bound(q.device, bound)) if rows is None else [Piece(slice(0, len(q)), rows)]
+    if len(found) == 1 and 0 < L <= found[0].rows:
         return attend(q, k, v, mask.visible(L, S, q.device))
 
-    def attend_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk) -> Tensor:
+    def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, chunk: Chunk) -> Tensor:
         # What is visible is made here, and again in backward: kept for all chunks it would be an L x S tensor.
         return attend(q, k, v, chunk.visible(mask, L, S, q.device))
 
     outs = []
-    # Split, not sliced: the gradient of each slice would be a tensor as long as the whole.
-    for part, chunk in zip(q.split(rows, dim=-2), query_chunks(L, S, mask.causal, rows), strict=True):
-        inputs = part, k[..., : chunk.limit, :], v[..., : chunk.limit, :], chunk
-        outs.append(checkpoint(attend_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(outs, dim=-2)
+    for piece, some_q, some_k, some_v in batch_parts(found, q, k, v):
+        parts = []
+        for part, chunk in zip(some_q.split(piece.rows, dim=-2), query_chunks(L, S, mask.causal, piece.rows), strict=True):
+            inputs = part, some_k[..., : chunk.limit, :], some_v[..., : chunk.limit, :], mask.of_batch(piece.batch), chunk
+            parts.append(checkpoint(attend_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
+        outs.append(torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0])
+    return torch.cat(outs) if len(outs) > 1 else outs[0]

@@ -54,6 +54,12 @@ class Mask:
         keys, pairs = _both("keys", self.keys, other.keys), _both("pairs", self.pairs, other.pairs)
         return Mask(self.causal or other.causal, keys, pairs)
 
+    def of_batch(self, part: slice) -> Mask:
+        """The mask of some rows of the batch."""
+        keys = None if self.keys is None else self.keys[part]
+        pairs = self.pairs if self.pairs is None or self.pairs.dim() == 2 or self.pairs.shape[0] == 1 else self.pairs[part]
+        return Mask(self.causal, keys, pairs)
+
     def check(self, B: int, H: int, L: int, S: int) -> None:
         """Refuse a mask that does not fit (B, H, L, S). Axes of `pairs` may be 1; those of `keys` may not.
 

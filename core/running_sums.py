@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core.functional import accumulate_dtype, backward_alone, pad_rows
+from core.functional import accumulate_dtype, backward_alone, pad_rows, score_bound
 
 BLOCK = 64
 FEATURES = 2**17  # of queries, and as many of keys, at a time: 512 KiB in float32
@@ -70,7 +70,7 @@ def _spans(q: Tensor, num_features: int) -> Iterator[tuple[int, int]]:
     L = q.shape[-2]
     if torch.compiler.is_compiling():  # a graph without loops serves every length
         return iter([(0, L)])
-    blocks = max(FEATURES // (q.shape[0] * q.shape[1] * num_features * BLOCK), 1)
+    blocks = max(score_bound(q.device, FEATURES) // (q.shape[0] * q.shape[1] * num_features * BLOCK), 1)
     return ((start, min(start + blocks * BLOCK, L)) for start in range(0, L, blocks * BLOCK))
 
 
@@ -114,7 +114,7 @@ class _Span:
 
 def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> Tensor:
     """start, start + parts[0], ... along the blocks, (B, H, blocks + 1, ., .); backwards the last is start."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or parts.device.type != "cpu":  # on a CPU a loop of sums is faster than this
         parts = parts.flip(2) if backwards else parts
         sums = torch.cat([start.unsqueeze(2), parts], dim=2).cumsum(2)
         return sums.flip(2) if backwards else sums

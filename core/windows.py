@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.backends import Backend, dense_attention
-from core.functional import accumulate_dtype, backward_alone, pad_rows, window_sides
+from core.functional import accumulate_dtype, backward_alone, pad_rows, score_bound, window_sides
 from core.mask import Mask
 
 BLOCK = 32  # smaller blocks waste fewer products at the edges of a window, larger ones multiply faster
@@ -99,7 +99,7 @@ class _Group(NamedTuple):
     start: int  # first block
     stop: int
 
-    def queries(self, x: Tensor, shape: _Shape) -> Tensor:
+    def queries(self, x: Tensor) -> Tensor:
         """Blocks of x (B, H, L, D), the last one filled up with zeros."""
         rows = x[self.batch, self.heads, self.start * BLOCK : self.stop * BLOCK]
         rows = pad_rows(rows, 0, (self.stop - self.start) * BLOCK - rows.shape[-2])
@@ -158,15 +158,16 @@ class _Group(NamedTuple):
         return x.unflatten(0, (-1, self.heads.stop - self.heads.start, self.stop - self.start))
 
 
-def _groups(B: int, H: int, shape: _Shape) -> Iterator[_Group]:
+def _groups(B: int, H: int, shape: _Shape, device: torch.device) -> Iterator[_Group]:
     """Groups of at most SCORES scores (or of one block) that cover everything."""
     blocks, each = -(-shape.L // BLOCK), BLOCK * (shape.num_global + shape.width)
     if torch.compiler.is_compiling():  # a graph without loops serves every length
         yield _Group(slice(0, B), slice(0, H), 0, blocks)
         return
-    span = min(blocks, max(SCORES // each, 1))
-    heads = min(H, max(SCORES // (each * span), 1)) if span == blocks else 1
-    rows = min(B, max(SCORES // (each * span * heads), 1)) if heads == H else 1
+    bound = score_bound(device, SCORES)
+    span = min(blocks, max(bound // each, 1))
+    heads = min(H, max(bound // (each * span), 1)) if span == blocks else 1
+    rows = min(B, max(bound // (each * span * heads), 1)) if heads == H else 1
     for b in range(0, B, rows):
         for start in range(0, blocks, span):
             for h in range(0, H, heads):
@@ -178,7 +179,7 @@ def _hiding(q: Tensor, shape: _Shape, keys: Tensor | None, pairs: Tensor | None)
     """The groups, each with what is hidden in it and which of its rows are blind; made once for heads that share it."""
     same = pairs is None or pairs.dim() == 2 or pairs.shape[1] == 1
     place: Any = None
-    for group in _groups(q.shape[0], q.shape[1], shape):
+    for group in _groups(q.shape[0], q.shape[1], shape, q.device):
         if not same or place != (group.batch.start, group.start):
             hidden, blind = group.hidden(shape, keys, pairs, q.device)
             place = group.batch.start, group.start
@@ -194,7 +195,7 @@ class _Blocks(torch.autograd.Function):
         ctx.shape = shape
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         for group, hidden, blind in _hiding(q, shape, keys, pairs):
-            weights = group.weights(group.queries(q, shape) * shape.scale, group.keys(k, shape), hidden)
+            weights = group.weights(group.queries(q) * shape.scale, group.keys(k, shape), hidden)
             part = group.split(torch.bmm(weights, group.keys(v, shape))).masked_fill(blind, 0.0)
             _put(out, group, part)
         return out
@@ -206,9 +207,9 @@ class _Blocks(torch.autograd.Function):
         shape: _Shape = ctx.shape
         to_q, to_k, to_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for group, hidden, blind in _hiding(q, shape, keys, pairs):
-            queries, strips = group.queries(q, shape) * shape.scale, group.keys(k, shape)
+            queries, strips = group.queries(q) * shape.scale, group.keys(k, shape)
             weights = group.weights(queries, strips, hidden)
-            given = group.split(group.queries(grad, shape)).masked_fill(blind, 0.0).flatten(0, 2)
+            given = group.split(group.queries(grad)).masked_fill(blind, 0.0).flatten(0, 2)
             to_weights = torch.bmm(given, group.keys(v, shape).transpose(1, 2))
             to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
             del to_weights

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import accumulate_dtype, average, in_chunks, masked_softmax, rows_within, weights_in_chunks
+from core.functional import accumulate_dtype, average, in_chunks, masked_softmax, weights_in_chunks
 
 FEATURES = 2**22  # 16 MiB in float32
 
@@ -42,13 +42,13 @@ class Additive(Attention):
         self.backend_used = "math"
         dtype, S = accumulate_dtype(q.dtype), k.shape[-2]
         queries, keys = q.to(dtype) @ self.query.to(dtype), k.to(dtype) @ self.key.to(dtype)
-        rows = rows_within(FEATURES // self.config.hidden_dim, q, S)
+        bound = FEATURES // self.config.hidden_dim
         if not need_weights:
-            return AttentionOutput(in_chunks(self._attend, queries, keys, v, mask, rows), None)
+            return AttentionOutput(in_chunks(self._attend, queries, keys, v, mask, bound), None)
         if torch.is_grad_enabled():
             weights = self._weigh(queries, keys, mask.visible(q.shape[-2], S, q.device))
         else:  # whoever only looks at the weights need not hold the features of all of them
-            weights = weights_in_chunks(self._weigh, queries, keys, mask, rows)
+            weights = weights_in_chunks(self._weigh, queries, keys, mask, max(bound // (len(q) * self.num_heads * S), 1))
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 
     def _attend(self, queries: Tensor, keys: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

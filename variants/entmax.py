@@ -27,7 +27,6 @@ from core.functional import (
     average,
     in_chunks,
     masked_softmax,
-    rows_within,
     scaled_scores,
 )
 from core.registry import require
@@ -74,7 +73,7 @@ class Entmax(Attention):
         self.backend_used = "math"
         S = k.shape[-2]
         if not need_weights:
-            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows_within(SCORES, q, S)), None)
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, SCORES), None)
         weights = self._weigh(q, k, mask.visible(q.shape[-2], S, q.device))
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, ShapeError, Spec, register, tunable
 from core.backends import dense_attention
-from core.functional import SCORES, average, in_chunks, masked_softmax, scaled_scores
+from core.functional import MIN_QUERIES, SCORES, average, in_chunks, masked_softmax, scaled_scores
 
 
 @register("memory")
@@ -67,9 +67,10 @@ class Memory(Attention):
             parts = F.pad(q, (0, 0, slots, 0)), self._beside(k, self.keys), self._beside(v, self.values)
             out, self.backend_used = dense_attention(*parts, Mask(causal=True), temperature=self.config.temperature)
             return AttentionOutput(out[:, :, slots:], None)
-        each = S * (1 if mask.pairs is None or mask.pairs.dim() == 2 else mask.pairs.shape[1])
-        rows = L if not (mask.causal or mask.keys is not None or mask.pairs is not None) else max(SCORES // (len(q) * each), 1)
-        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows), None)
+        # Elsewhere a kernel is given what is visible as pairs, of which only so many are made at a time.
+        shown = mask.visible(L, S, q.device, (0, 1))
+        rows = L if shown is None and not mask.causal else max(SCORES // (len(q) * S), MIN_QUERIES)
+        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows=rows), None)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         parts = q, self._beside(k, self.keys), self._beside(v, self.values)

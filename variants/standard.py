@@ -41,7 +41,7 @@ class Standard(Attention):
         if rows is None:
             out, self.backend_used = dense_attention(q, k, v, mask, backend=self.config.backend)
             return AttentionOutput(out, None)
-        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows), None)
+        return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows=rows), None)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         # The causal offset of a chunk is that of the whole call, so a chunk gets its rows of the whole visibility.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core import Attention, AttentionConfig, AttentionOutput, Mask, Spec, register, tunable
-from core.functional import SCORES, average, both_visible, in_chunks, masked_softmax, rows_within, scaled_scores
+from core.functional import SCORES, average, both_visible, in_chunks, masked_softmax, scaled_scores
 
 ROUNDING = 1e-6
 
@@ -38,7 +38,7 @@ class TopP(Attention):
         self.backend_used = "math"
         S = k.shape[-2]
         if not need_weights:
-            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, rows_within(SCORES, q, S)), None)
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, SCORES), None)
         weights = self._weigh(q, k, mask.visible(q.shape[-2], S, q.device))
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 

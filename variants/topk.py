@@ -37,9 +37,12 @@ class TopK(Attention):
         self.backend_used = "math"
         scale = 1.0 / (self.config.temperature * math.sqrt(q.shape[-1]))
         if not need_weights:
-            # A view each: torch.compile takes no function of one's own that is given the same tensor twice.
-            parts = q, k.view_as(k), v.view_as(v)
-            return AttentionOutput(_Kept.apply(*parts, mask, self.config.keep, scale), None)
+            found, outs = functional.pieces(q, k.shape[-2], functional.score_bound(q.device, functional.SCORES)), []
+            for (batch, rows), *parts in functional.batch_parts(found, q, k, v):
+                # A view each: torch.compile takes no function of one's own that is given the same tensor twice.
+                views = (part.view_as(part) for part in parts)
+                outs.append(_Kept.apply(*views, mask.of_batch(batch), self.config.keep, scale, rows))
+            return AttentionOutput(torch.cat(outs), None)
         visible = mask.visible(q.shape[-2], k.shape[-2], q.device)
         scores = functional.scaled_scores(q, k, self.config.temperature)
         kept = _among_highest(scores.detach(), visible, self.config.keep)
@@ -76,12 +79,12 @@ class _Kept(torch.autograd.Function):
     """The fast path: weights and indices of the kept keys are all that backward needs beside the inputs."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: int, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: int, scale: float, rows: int) -> Tensor:
         dtype, kept, places = functional.accumulate_dtype(q.dtype), [], []
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         wide_k, wide_v = k.to(dtype), v.to(dtype)
         L, S = q.shape[-2], k.shape[-2]
-        for chunk in functional.query_chunks(L, S, mask.causal, functional.rows_within(functional.SCORES, q, S)):
+        for chunk in functional.query_chunks(L, S, mask.causal, rows):
             (start, stop, limit), visible = chunk, chunk.visible(mask, L, S, q.device)
             scores = (q[:, :, start:stop].to(dtype) * scale) @ wide_k[:, :, :limit].transpose(-2, -1)
             if visible is not None:
@@ -109,7 +112,7 @@ class _Kept(torch.autograd.Function):
             to_scores = _spread(torch._softmax_backward_data(to_weights, weights, -1, weights.dtype), index, limit)
             to_q[:, :, start:stop] = to_scores @ wide_k[:, :, :limit] * ctx.scale
             to_k[:, :, :limit] += to_scores.transpose(-2, -1) @ (wide_q[:, :, start:stop] * ctx.scale)
-        return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None, None, None
+        return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None, None, None, None
 
 
 def _spread(values: Tensor, index: Tensor, S: int) -> Tensor:

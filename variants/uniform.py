@@ -3,7 +3,7 @@
     out_i = mean of v_j over visible j
 
 Every comparison carries it: a mechanism that does not beat it has learned nothing from its scores.
-Time    O(L S D)      Memory  O(L), and SCORES weights of a head at a time (or those of one query)
+Time    O(L S D)      Memory  O(L), and SCORES weights at a time (or those of one query)
 Masks   all.          Equals `standard` with all scores equal.
 """
 
@@ -27,7 +27,7 @@ class Uniform(Attention):
         self.backend_used = "math"
         L, S = q.shape[-2], k.shape[-2]
         if not need_weights:
-            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, max(SCORES // S, 1)), None)
+            return AttentionOutput(in_chunks(self._attend, q, k, v, mask, SCORES), None)
         weights = self._weigh(q, k, mask.visible(L, S, q.device)).expand(*q.shape[:-1], S)
         return AttentionOutput(average(weights, v), weights.to(q.dtype))
 

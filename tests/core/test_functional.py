@@ -9,6 +9,7 @@ from core.functional import (
     both_visible,
     chunks,
     masked_softmax,
+    pieces,
     scaled_scores,
     window_visible,
 )
@@ -101,3 +102,16 @@ def test_window_visible(L, S, window, causal, num_global):
 )
 def test_chunks(length, size, expected):
     assert list(chunks(length, size)) == expected
+
+
+def test_pieces_have_many_queries_of_few_rows_of_the_batch():
+    """Of one query at a time a product would read every key for little."""
+
+    def of(B, H, L, S, bound):
+        return [(piece.batch.start, piece.batch.stop, piece.rows) for piece in pieces(torch.empty(B, H, L, 1), S, bound)]
+
+    assert of(1, 4, 4096, 4096, 2**20) == [(0, 1, 64)]
+    assert of(3, 16, 1024, 1024, 2**20) == [(0, 1, 64), (1, 2, 64), (2, 3, 64)]
+    assert of(5, 1, 128, 128, 2**14) == [(0, 2, 64), (2, 4, 64), (4, 5, 64)]
+    assert of(2, 2, 8, 8, 10**9)[0][:2] == (0, 2)
+    assert of(2, 2, 8, 8, 1) == [(0, 1, 1), (1, 2, 1)]  # never less than a query

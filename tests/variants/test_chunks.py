@@ -44,8 +44,9 @@ def masks(L, S):
         yield Mask(causal, keys, wide)
 
 
+# Bounds: one query of one row of the batch at a time; some queries of one row; some of both rows.
 @pytest.mark.parametrize(("L", "S"), [(1, 1), (7, 7), (13, 13), (4, 11), (11, 4)])
-@pytest.mark.parametrize("bound", [1, 100])
+@pytest.mark.parametrize("bound", [1, 100, 600])
 def test_many_chunks_are_the_plain_path(case, L, S, bound):
     name, config, limit = case
     torch.manual_seed(0)
