@@ -34,14 +34,14 @@ def peak_mb(run: Run, device: str = "cpu") -> float | None:
         return None
 
 
-def foresee(run: Run, device: str, constraints: Sequence[Constraint]) -> tuple[str, dict[str, float]] | None:
-    """The constraint that this run would break, in words, and the predicted figures; None where nothing is foreseen."""
+def foresee(run: Run, device: str, constraints: Sequence[Constraint]) -> str | None:
+    """The constraint that this run would break, in words; None where nothing is foreseen."""
     limits = [c.max for c in constraints if c.metric == "memory/peak_mb" and c.max is not None]
     predicted = peak_mb(run, device) if limits else None
     if predicted is None or predicted <= TOLERANCE * min(limits):
         return None
     limit = f"{TOLERANCE:g} times the constraint of {min(limits):g}"
-    return f"predicted memory/peak_mb {predicted:,.1f}, which is above {limit}", {"memory/peak_mb": predicted}
+    return f"predicted memory/peak_mb {predicted:,.1f}, which is above {limit}"
 
 
 def _step(run: Run) -> int:

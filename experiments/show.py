@@ -83,7 +83,7 @@ def as_json(sweep: Sweep, resolver: Resolver) -> dict[str, Any]:
         entry["predicted_peak_mb"], entry["figures"] = peak_mb(run, device.type), {}
         foreseen = foresee(run, device.type, sweep.file.constraints)
         if foreseen is not None:
-            entry["skipped"] = f"`run` will skip it: {foreseen[0]}"
+            entry["skipped"] = f"`run` will skip it: {foreseen}"
             continue
         try:
             entry["figures"] = probe(run, device)

@@ -62,8 +62,7 @@ class Study:
         home: the folder of all studies.
         target: MLflow's address.
         executor: where runs go.
-        foresee: the constraint that a run would break on a device, in words, and the predicted figures; None: none, as far as
-            is known.
+        foresee: the constraint that a run would break on a device, in words; None: none, as far as is known.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Study:
         target: str,
         executor: Executor,
         watcher: Watcher,
-        foresee: Callable[[Run, str, Sequence[Constraint]], tuple[str, dict[str, float]] | None],
+        foresee: Callable[[Run, str, Sequence[Constraint]], str | None],
     ) -> None:
         self.sweep, self.resolver, self.executor, self.watcher, self.foresee = sweep, resolver, executor, watcher, foresee
         self.budget = sweep.file.budget
@@ -253,14 +252,13 @@ class Study:
 
     def _skip(self, number: int, run: Run) -> bool:
         """End a trial before it begins, if it is foreseen to break a constraint."""
-        foreseen = self.foresee(run, self.device, self.sweep.file.constraints)
-        if foreseen is None:
+        message = self.foresee(run, self.device, self.sweep.file.constraints)
+        if message is None:
             return False
-        message, figures = foreseen
         for row in self.store.runs(number):
             self.store.end_run(row.id, "skipped", "memory", message)
         self.store.end_trial(number, "skipped", None)
-        self.search.tell(number, None, figures, skipped=True)
+        self.search.tell(number, None, skipped=True)
         self.watcher.say(f"trial {number} ({describe(self.store.trial(number).assignment)}): skipped: {message}")
         self.mirror.wake()
         return True

@@ -213,3 +213,29 @@ def test_failed_trials_teach_nothing_and_stop_nothing(tmp_path):
     for _ in range(15):
         assert told.next(lambda assignment: None) is not None
     assert Told(sweep, told.history).next() == told.next()
+
+
+def test_skipped_trials_are_taken_for_bad_ones_also_after_a_stop(tmp_path):
+    """They have no value, but a sampler that learned nothing from them would propose them for ever."""
+    text = "constraints: [{metric: memory/peak_mb, max: 9}]\nparameters:\n  model.num_layers: {min: 1, max: 1000}\n"
+    sweep = space_of(tmp_path, "tpe", text, trials=60)
+
+    def next_of(search, number):
+        assignment = search.ask(lambda each: each not in tried)
+        search.begin(number)
+        tried.append(assignment)
+        return assignment, assignment["model.num_layers"] > 500
+
+    tried, search, history = [], Search(sweep), []
+    for number in range(60):
+        assignment, skipped = next_of(search, number)
+        figures = {} if skipped else {"memory/peak_mb": 1.0}
+        value = None if skipped else 1.0 + assignment["model.num_layers"] / 1e6
+        search.tell(number, value, figures, skipped=skipped)
+        history.append((assignment, value, figures, skipped))
+    assert sum(skipped for _, _, _, skipped in history[30:]) < sum(skipped for _, _, _, skipped in history[:10])
+
+    resumed = Search(sweep)
+    for number, (assignment, value, figures, skipped) in enumerate(history):
+        resumed.restore(number, assignment, value, False, figures, skipped)
+    assert resumed.ask(lambda each: each not in tried) == search.ask(lambda each: each not in tried)
