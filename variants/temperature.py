@@ -67,7 +67,8 @@ class Temperature(Attention):
             return AttentionOutput(average(weights, v), weights.to(q.dtype) if need_weights else None)
         if learned:
             # Times the reciprocal: the gradient of a quotient would hold two tensors of the size of q more.
-            out, self.backend_used = dense_attention((q * self.temperature().reciprocal()).to(q.dtype), k, v, mask)
+            sharpness = self.temperature().to(accumulate_dtype(q.dtype)).reciprocal()
+            out, self.backend_used = dense_attention((q * sharpness).to(q.dtype), k, v, mask)
         else:
             out, self.backend_used = dense_attention(q, k, v, mask, temperature=self.config.temperature)
         return AttentionOutput(out, None)
