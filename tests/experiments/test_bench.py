@@ -175,6 +175,7 @@ def test_every_contender_is_the_function_that_it_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # of the peers
 def test_the_figures_of_the_documentation_hold() -> None:
     """docs/performance.md, 1.3 times looser, since machines are noisy."""
     threads = torch.get_num_threads()
