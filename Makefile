@@ -14,7 +14,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m 'slow and not timed' -n 2
+	$(BIN)/python -m pytest -m timed
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -174,38 +174,44 @@ def test_every_contender_is_the_function_that_it_says() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # of the peers
 def test_the_figures_of_the_documentation_hold() -> None:
-    """docs/performance.md, 1.3 times looser, since machines are noisy."""
+    """docs/performance.md, 1.3 times looser, since machines are noisy: what a disturbance broke is measured once more."""
+    sdpa = contenders.SDPA
+    bounds = {
+        ("local_global window=128", "sdpa dense (local_global window=128)"): (1 / 8, math.inf),
+        ("local_global window=128", sdpa): (1 / 4, math.inf),
+        ("local_global window=128", "local-attention window=128"): (0.65, 0.5),
+        ("linear", sdpa): (1 / 6, math.inf),
+        ("topk keep=32", "topk keep=32 (plain)"): (0.45, 0.1),
+        ("standard", sdpa): (1.03, 1.05),
+        ("temperature temperature=0.5", sdpa): (1.03, 1.05),
+        ("temperature learn=per_head", sdpa): (1.03, 1.25),
+    }
+    long = ["local_global:window=128", "linear", "topk:keep=32", "standard", "temperature:temperature=0.5"]
+    _hold(bounds, [*long, "temperature:learn=per_head"], 4096, True)
+    _hold({("additive", "additive (plain)"): (math.inf, 0.2)}, ["additive"], 1024, False)
+
+
+def _hold(bounds: dict[tuple[str, str], tuple[float, float]], wanted: list[str], length: int, peers: bool) -> None:
+    """Measure, and measure again whoever of `wanted` was above a bound (share of time, share of memory)."""
     threads = torch.get_num_threads()
+    settings = bench.settings((length,), (4,), 1, 64, 5, 60.0, "cpu", "float32", 2)
     try:
-        settings = bench.settings((4096,), (4,), 1, 64, 5, 60.0, "cpu", "float32", 2)
-        wanted = [
-            "standard",
-            "temperature:temperature=0.5",
-            "temperature:learn=per_head",
-            "topk:keep=32",
-            "local_global:window=128",
-        ]
-        measured = bench.measure(contenders.chosen([*wanted, "linear"], True, True), settings, print)
-        found = bench_report.as_json(measured)
-        settings = bench.settings((1024,), (4,), 1, 64, 3, 60.0, "cpu", "float32", 2)
-        additive = bench_report.as_json(bench.measure(contenders.chosen(["additive"], True, False), settings, print))
+        for _ in range(2):
+            found = bench_report.as_json(bench.measure(contenders.chosen(wanted, True, peers), settings, print))
+            pairs = {(p["contender"], p["against"]): p[MODES[0]] for p in found["pairs"]}
+            above = {
+                pair: (pairs[pair]["time"]["median"], pairs[pair]["memory"])
+                for pair, (time, memory) in bounds.items()
+                if pairs[pair]["time"]["median"] > 1.3 * time or pairs[pair]["memory"] > 1.05 * memory
+            }
+            bounds = {pair: bounds[pair] for pair in above}
+            wanted = [given for given in wanted if any(name == given.replace(":", " ") for name, _ in above)]
+            if not above:
+                return
     finally:
         torch.set_num_threads(threads)
-    pairs = {(p["contender"], p["against"]): p[MODES[0]] for p in [*found["pairs"], *additive["pairs"]]}
-    sdpa = contenders.SDPA
-    for name, other, time, memory in (
-        ("local_global window=128", "sdpa dense (local_global window=128)", 1 / 8, math.inf),
-        ("local_global window=128", sdpa, 1 / 4, math.inf),
-        ("local_global window=128", "local-attention window=128", 0.65, 0.5),
-        ("linear", sdpa, 1 / 6, math.inf),
-        ("topk keep=32", "topk keep=32 (plain)", 0.45, 0.1),
-        ("standard", sdpa, 1.03, 1.05),
-        ("temperature temperature=0.5", sdpa, 1.03, 1.05),
-        ("temperature learn=per_head", sdpa, 1.03, 1.25),
-        ("additive", "additive (plain)", math.inf, 0.2),
-    ):
-        assert pairs[name, other]["time"]["median"] <= 1.3 * time, (name, other)
-        assert pairs[name, other]["memory"] <= 1.05 * memory, (name, other)
+    raise AssertionError(above)
